@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// What the CUDA files of the ternary kernels share on the device side.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "cuda_common.h"
+
+namespace vllm::ternary {
+
+__device__ __forceinline__ float to_float(half v) { return __half2float(v); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 v) {
+  return __bfloat162float(v);
+}
+__device__ __forceinline__ float to_float(float v) { return v; }
+
+template <typename T>
+__device__ __forceinline__ T from_float(float v);
+template <>
+__device__ __forceinline__ half from_float<half>(float v) {
+  return __float2half_rn(v);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float v) {
+  return __float2bfloat16_rn(v);
+}
+template <>
+__device__ __forceinline__ float from_float<float>(float v) {
+  return v;
+}
+
+// Reads element i of an array whose type is known at run time only.
+__device__ __forceinline__ float load_as_float(const void* base, DType dtype,
+                                               int64_t i) {
+  switch (dtype) {
+    case DType::kHalf:
+      return __half2float(static_cast<const half*>(base)[i]);
+    case DType::kBFloat16:
+      return __bfloat162float(static_cast<const __nv_bfloat16*>(base)[i]);
+    default:
+      return static_cast<const float*>(base)[i];
+  }
+}
+
+// The weight {-1, 0, +1} at (n, k), by the formula of ternary_layout_cuda.py.
+__device__ __forceinline__ int ternary_at(const int32_t* weight, int K_pad,
+                                          int n, int k) {
+  const int kk = k & 127;
+  const int lane = (n & 7) * 4 + ((kk & 7) >> 1);
+  const int64_t tile = int64_t(n >> 4) * (K_pad >> 7) + (k >> 7);
+  const uint32_t word = weight[(tile * 32 + lane) * 4 + (kk >> 5)];
+  const int i = ((n >> 3) & 1) + 2 * ((kk >> 3) & 1);
+  const int bit = 2 * (4 * ((kk >> 4) & 1) + i) + 16 * (kk & 1);
+  return int((word >> bit) & 3) - 1;
+}
+
+}  // namespace vllm::ternary

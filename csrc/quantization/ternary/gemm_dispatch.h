@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// From a product's sizes to the kernel that computes it.
+#pragma once
+
+#include "cuda_common.h"
+
+namespace vllm::ternary {
+
+// Enqueues the product on args.stream with the kernel that dispatch_table.h
+// names for these sizes and this device.
+void dispatch_gemm(const GemmArgs& args);
+void dispatch_w2a8(const W2A8Args& args);
+
+}  // namespace vllm::ternary
