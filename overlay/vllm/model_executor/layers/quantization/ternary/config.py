@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""`quant_method: ternary`: from a checkpoint's settings to vLLM's layers."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import QuantizationMethods
+from vllm.model_executor.layers.quantization.base_config import (
+    QuantizationConfig,
+    QuantizeMethodBase,
+)
+from vllm.platforms import current_platform
+
+from .linear import TernaryLinearMethod
+from .schemes import Scheme, SchemeTable
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.utils import WeightsMapper
+
+
+class TernaryConfig(QuantizationConfig):
+    """Weights in {-1, 0, +1}, two bits each, with a scale per block.
+
+    Args:
+        schemes: the parsed `quantization_config` of the checkpoint.
+    """
+
+    def __init__(self, schemes: SchemeTable):
+        super().__init__()
+        self.schemes = schemes
+
+    @classmethod
+    def get_name(cls) -> QuantizationMethods:
+        return "ternary"
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        dtypes = [torch.float16, torch.bfloat16]
+        return dtypes + [torch.float32] if current_platform.is_cpu() else dtypes
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "TernaryConfig":
+        """Parse `quantization_config`.
+
+        Raises:
+            TernaryConfigError: for an unknown key or an impossible value, by name.
+        """
+        return cls(SchemeTable.from_config(config))
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: "WeightsMapper") -> None:
+        self.schemes.map_names(hf_to_vllm_mapper)
+
+    def get_quant_method(
+        self, layer: torch.nn.Module, prefix: str
+    ) -> QuantizeMethodBase | None:
+        if isinstance(layer, LinearBase):
+            scheme = self.linear_scheme(prefix)
+            if scheme.kind == "unquantized":
+                return UnquantizedLinearMethod()
+            return TernaryLinearMethod(
+                scheme, self.schemes.strict, self.packed_modules_mapping
+            )
+        return None
+
+    def linear_scheme(self, prefix: str) -> Scheme:
+        """The scheme of a linear layer, fused or not.
+
+        Raises:
+            TernaryConfigError: when the parts of a fused layer are stored differently.
+        """
+        parent, _, name = prefix.rpartition(".")
+        parts = self.packed_modules_mapping.get(name)
+        if not parts:
+            return self.schemes.scheme(prefix)
+        dotted = f"{parent}." if parent else ""
+        return self.schemes.fused_scheme(prefix, [dotted + part for part in parts])

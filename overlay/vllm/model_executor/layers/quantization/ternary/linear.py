@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Linear layers with ternary weights."""
+
+from collections.abc import Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from vllm import _custom_ops as ops
+from vllm.logger import init_logger
+from vllm.model_executor.layers.linear import (
+    LinearMethodBase,
+    register_weight_loader_v2_supported_method,
+)
+from vllm.model_executor.layers.quantization.utils.ternary_format import (
+    check_codes,
+    check_scale,
+    check_zero_point,
+)
+from vllm.model_executor.layers.quantization.utils.ternary_layout import (
+    decode_layout,
+    encode_layout,
+)
+from vllm.model_executor.utils import replace_parameter
+
+from .parameters import (
+    PACKED,
+    SCALE,
+    ZERO_POINT,
+    check_all_loaded,
+    register_parameters,
+)
+from .schemes import Scheme
+
+logger = init_logger(__name__)
+
+
+@register_weight_loader_v2_supported_method
+class TernaryLinearMethod(LinearMethodBase):
+    """`y = x W^T + bias` with W = scale * (t - zero_point), kept two bits a weight.
+
+    Args:
+        scheme: how the checkpoint stores the layer.
+        strict: refuse the reserved code 3 instead of reading it as 0.
+        packed_modules: fused layer name -> names of the checkpoint's modules.
+    """
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        strict: bool = False,
+        packed_modules: Mapping[str, list[str]] | None = None,
+    ):
+        self.scheme = scheme
+        self.strict = strict
+        self.packed_modules = packed_modules or {}
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        weight_loader: MethodType = extra_weight_attrs["weight_loader"]
+        layer.ternary_scheme = self.scheme
+        layer.ternary_packed_modules = self.packed_modules
+        register_parameters(
+            layer,
+            self.scheme,
+            sum(output_partition_sizes),
+            input_size_per_partition,
+            weight_loader,
+        )
+        layer.ternary_size_n = sum(output_partition_sizes)
+        layer.ternary_size_k = layer.ternary_cut.local_size_k
+        layer.ternary_lead = layer.ternary_cut.lead
+        block = self.scheme.block_size
+        # For the kernels one scale a row is a block that covers the row.
+        layer.ternary_block_size = (
+            -(-layer.ternary_size_k // 4) * 4 if isinstance(block, str) else block
+        )
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        packed, scale = getattr(layer, PACKED).data, getattr(layer, SCALE).data
+        zero_point = getattr(layer, ZERO_POINT, None)
+        zero_point = None if zero_point is None else zero_point.data
+        if check_all_loaded(layer):
+            self._check_values(layer, packed, scale, zero_point)
+        else:
+            scale.abs_()
+        tensors = encode_layout(
+            packed, scale, zero_point, layer.ternary_size_k, layer.ternary_block_size
+        )
+        for name, tensor in zip((PACKED, SCALE, ZERO_POINT), tensors):
+            if tensor is not None:
+                replace_parameter(layer, name, tensor)
+
+    def apply(
+        self,
+        layer: torch.nn.Module,
+        x: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x [..., K] of any strides -> [..., N] in the dtype of x."""
+        if layer.ternary_lead:
+            x = F.pad(x, (layer.ternary_lead, 0))
+        out = ops.ternary_gemm(
+            x.reshape(-1, layer.ternary_size_k),
+            getattr(layer, PACKED),
+            getattr(layer, SCALE),
+            getattr(layer, ZERO_POINT, None),
+            bias,
+            layer.ternary_size_n,
+            layer.ternary_size_k,
+            layer.ternary_block_size,
+        )
+        return out.view(*x.shape[:-1], layer.ternary_size_n)
+
+    def unpacked_weight(
+        self, layer: torch.nn.Module
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """The layer's tensors back in the layout of the checkpoint, bit for bit.
+
+        Returns:
+            (packed uint8 [N, ceil(K / 4)], scale [N, blocks], zero point or None) of
+            this rank.
+        """
+        zero_point = getattr(layer, ZERO_POINT, None)
+        return decode_layout(
+            getattr(layer, PACKED).data,
+            getattr(layer, SCALE).data,
+            None if zero_point is None else zero_point.data,
+            layer.ternary_size_n,
+            layer.ternary_size_k,
+            layer.ternary_block_size,
+        )
+
+    def _check_values(
+        self,
+        layer: torch.nn.Module,
+        packed: torch.Tensor,
+        scale: torch.Tensor,
+        zero_point: torch.Tensor | None,
+    ) -> None:
+        """Refuse impossible scales and, if strict, reserved codes.
+
+        Raises:
+            TernaryFormatError: names the tensor, the row and block, and the value.
+        """
+        size_k, block = layer.ternary_size_k, layer.ternary_block_size
+        rows = (packed.shape[0],)
+        name = f"{layer.prefix}.{PACKED}"
+        reserved = check_codes(packed, size_k, strict=self.strict, name=name)
+        if reserved:
+            logger.warning(
+                "%s: %d of %d weights have the reserved code 3; they are read as 0. "
+                "Set `strict` in quantization_config to refuse such a checkpoint.",
+                name,
+                reserved,
+                packed.shape[0] * size_k,
+            )
+        check_scale(scale, rows, size_k, block, name=f"{layer.prefix}.{SCALE}")
+        if zero_point is not None:
+            check_zero_point(
+                zero_point, rows, size_k, block, name=f"{layer.prefix}.{ZERO_POINT}"
+            )

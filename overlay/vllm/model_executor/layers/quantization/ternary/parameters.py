@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Parameters of a ternary layer in the layout of the checkpoint, and their loading.
+
+The packed weight, the scale and the zero point of a layer are cut in step. Cuts
+along the output dimension are vLLM's own (rows are never packed together); cuts
+along the input dimension are `load_row_parallel_weight` here, because a rank's
+first input may lie inside a byte or inside a block.
+"""
+
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+
+from vllm.config import get_current_vllm_config_or_none
+from vllm.model_executor.layers.quantization.utils.ternary_format import (
+    BlockSize,
+    TernaryFormatError,
+    check_packed,
+    check_scale,
+    check_zero_point,
+    lead_padding,
+    num_blocks,
+    packed_width,
+    slice_k,
+)
+from vllm.model_executor.parameter import (
+    BasevLLMParameter,
+    GroupQuantScaleParameter,
+    PackedvLLMParameter,
+)
+
+from .schemes import Scheme
+
+PACKED = "packed_ternary_weight"
+SCALE = "weight_scale"
+ZERO_POINT = "weight_zero_point"
+TENSORS = (PACKED, SCALE, ZERO_POINT)
+
+_SHARD_INDEX = {"q": 0, "k": 1, "v": 2}
+# Loaders that fill the parameters without calling a weight loader.
+_BYPASSING_LOAD_FORMATS = ("dummy", "sharded_state", "tensorizer")
+
+
+@dataclass(frozen=True)
+class InputCut:
+    """Inputs [start, stop) of the K in the checkpoint, those of one rank.
+
+    The rank's first block may begin before `start`: the parameters then hold `lead`
+    codes of value 0 in front, and activations are padded by as many zeros. Nothing
+    is rescaled or rounded.
+    """
+
+    start: int
+    stop: int
+    size_k: int
+    block_size: BlockSize
+
+    @property
+    def lead(self) -> int:
+        return lead_padding(self.start, self.stop, self.size_k, self.block_size)
+
+    @property
+    def local_size_k(self) -> int:
+        """Inputs that the parameters hold, `lead` included."""
+        return self.lead + self.stop - self.start
+
+    def of_packed(self, packed: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a packed weight, uint8 [N, ceil(K / 4)]."""
+        # Weight and scale arrive one at a time: an empty partner stands in for the
+        # other one, so that a single function decides where both are cut.
+        scale = torch.empty(0, num_blocks(self.size_k, self.block_size))
+        return self._slice(packed, scale).packed
+
+    def of_scale(self, scale: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a scale or zero point [N, blocks]."""
+        packed = torch.empty(0, packed_width(self.size_k), dtype=torch.uint8)
+        return self._slice(packed, scale).scale
+
+    def _slice(self, packed: torch.Tensor, scale: torch.Tensor) -> Any:
+        block = "row" if self.block_size == "tensor" else self.block_size
+        return slice_k(packed, scale, None, self.size_k, block, self.start, self.stop)
+
+
+class TernaryWeightParameter(PackedvLLMParameter):
+    """Packed weight, uint8 [N, ceil(K / 4)]: four codes along K a byte."""
+
+    def __init__(self, cut: InputCut, **kwargs: Any):
+        super().__init__(
+            packed_factor=4, packed_dim=1, input_dim=1, output_dim=0, **kwargs
+        )
+        self.cut = cut
+
+    def load_row_parallel_weight(self, loaded_weight: torch.Tensor) -> None:
+        self.data.copy_(self.cut.of_packed(loaded_weight))
+
+
+class TernaryScaleParameter(GroupQuantScaleParameter):
+    """Scale or zero point, [N, blocks], cut in step with the packed weight."""
+
+    def __init__(self, cut: InputCut, **kwargs: Any):
+        super().__init__(input_dim=1, output_dim=0, **kwargs)
+        self.cut = cut
+
+    def load_row_parallel_weight(self, loaded_weight: torch.Tensor) -> None:
+        self.data.copy_(self.cut.of_scale(loaded_weight))
+
+
+def register_parameters(
+    layer: torch.nn.Module,
+    scheme: Scheme,
+    size_n: int,
+    size_k: int,
+    weight_loader: MethodType,
+) -> None:
+    """Create the parameters of one layer as the checkpoint stores them.
+
+    Registers `packed_ternary_weight` uint8 [N, ceil(K / 4)], `weight_scale`
+    [N, blocks] and, with a zero point, `weight_zero_point` float32 [N, blocks], where
+    N and K are this rank's. One scale for a whole tensor is loaded as one a row,
+    because a fused layer has one for each of its parts. Sets `layer.ternary_cut`.
+
+    Args:
+        layer: a linear layer or a vocabulary embedding.
+        scheme: how the checkpoint stores it.
+        size_n: rows of this rank.
+        size_k: inputs of this rank.
+        weight_loader: vLLM's loader of the layer, which decides the cut.
+    """
+    # Only row-parallel layers hold fewer inputs than the checkpoint has.
+    rank = layer.tp_rank if size_k != layer.input_size else 0
+    start = rank * size_k
+    cut = InputCut(start, start + size_k, layer.input_size, scheme.block_size)
+    layer.ternary_cut = cut
+    layer.ternary_loaded = {}
+    layer.ternary_layer_loader = weight_loader.__func__
+    width = num_blocks(cut.local_size_k, scheme.block_size)
+    tensors: dict[str, tuple[Any, torch.dtype, int]] = {
+        PACKED: (TernaryWeightParameter, torch.uint8, packed_width(cut.local_size_k)),
+        SCALE: (TernaryScaleParameter, getattr(torch, scheme.scale_dtype), width),
+    }
+    if scheme.zero_point:
+        tensors[ZERO_POINT] = (TernaryScaleParameter, torch.float32, width)
+    for name, (cls, dtype, columns) in tensors.items():
+        param = cls(
+            cut=cut,
+            data=torch.empty(size_n, columns, dtype=dtype),
+            weight_loader=MethodType(_load_checked, layer),
+        )
+        param.ternary_name = name
+        layer.register_parameter(name, param)
+
+
+def _load_checked(
+    layer: torch.nn.Module,
+    param: BasevLLMParameter,
+    loaded_weight: torch.Tensor,
+    *shard: Any,
+    **kwargs: Any,
+) -> None:
+    """Check a tensor of the checkpoint against the layer, then let vLLM cut it.
+
+    Raises:
+        TernaryFormatError: wrong dtype or shape, naming the tensor and the remedy.
+    """
+    shard_id = shard[0] if shard else kwargs.get("loaded_shard_id")
+    block = layer.ternary_scheme.block_size
+    kind = param.ternary_name
+    tensor = f"{checkpoint_name(layer, shard_id)}.{kind}"
+    rows, size_k = logical_rows(layer, shard_id), layer.input_size
+    if kind == PACKED:
+        check_packed(loaded_weight, (rows,), size_k, name=tensor)
+    else:
+        if block == "row" and loaded_weight.shape == (rows,):
+            loaded_weight = loaded_weight.unsqueeze(1)
+        if block == "tensor":
+            loaded_weight = loaded_weight.reshape(loaded_weight.shape or (1,))
+        if kind == SCALE:
+            check_scale(
+                loaded_weight,
+                (rows,),
+                size_k,
+                block,
+                dtype=param.dtype,
+                values=False,
+                name=tensor,
+            )
+        else:
+            check_zero_point(
+                loaded_weight, (rows,), size_k, block, values=False, name=tensor
+            )
+        if block == "tensor":
+            loaded_weight = loaded_weight.reshape(1, 1).expand(rows, 1)
+    layer.ternary_layer_loader(layer, param, loaded_weight, *shard, **kwargs)
+    parts = shard_id if isinstance(shard_id, tuple) else (shard_id,)
+    layer.ternary_loaded.setdefault(kind, set()).update(parts)
+
+
+def part_names(layer: torch.nn.Module) -> list[str]:
+    """Last names of the checkpoint's modules that the layer fuses, or []."""
+    return list(layer.ternary_packed_modules.get(layer.prefix.rpartition(".")[2], ()))
+
+
+def checkpoint_name(layer: torch.nn.Module, shard_id: Any) -> str:
+    """Module name in the checkpoint that a shard of the layer comes from."""
+    parts = part_names(layer)
+    index = _SHARD_INDEX.get(shard_id, shard_id)
+    if isinstance(index, int) and index < len(parts):
+        return f"{layer.prefix.rpartition('.')[0]}.{parts[index]}".lstrip(".")
+    return layer.prefix
+
+
+def logical_rows(layer: torch.nn.Module, shard_id: Any) -> int:
+    """Rows that the checkpoint's tensor for this shard must have, before any cut."""
+    if hasattr(layer, "org_vocab_size"):
+        return layer.org_vocab_size
+    if hasattr(layer, "total_num_kv_heads"):
+        sizes = {
+            "q": layer.total_num_heads * layer.head_size,
+            "k": layer.total_num_kv_heads * layer.head_size,
+            "v": layer.total_num_kv_heads * layer.v_head_size,
+        }
+        return sum(sizes.values()) if shard_id is None else sizes[shard_id]
+    if shard_id is None or not hasattr(layer, "output_sizes"):
+        return layer.output_size
+    parts = shard_id if isinstance(shard_id, tuple) else (shard_id,)
+    return sum(layer.output_sizes[i] for i in parts)
+
+
+def check_all_loaded(layer: torch.nn.Module) -> bool:
+    """Whether the layer's tensors came from a checkpoint.
+
+    Returns:
+        False where none came through a weight loader, as with `load_format=dummy`.
+
+    Raises:
+        TernaryFormatError: the checkpoint lacks one of them, by name.
+    """
+    loaded, layer.ternary_loaded = layer.ternary_loaded, {}
+    if not loaded and _load_format() in _BYPASSING_LOAD_FORMATS:
+        return False
+    if hasattr(layer, "total_num_kv_heads"):
+        every: set[Any] = {"q", "k", "v"}
+    elif hasattr(layer, "output_sizes"):
+        every = set(range(len(layer.output_sizes)))
+    else:
+        every = {None}
+    missing = [
+        f"{checkpoint_name(layer, part)}.{name}"
+        for name in TENSORS
+        if hasattr(layer, name) and None not in loaded.get(name, ())
+        for part in sorted(every - loaded.get(name, set()), key=str)
+    ]
+    if missing:
+        raise TernaryFormatError(
+            ", ".join(missing),
+            "missing from the checkpoint",
+            "Convert the model again, or name the module in modules_to_not_convert if "
+            "it is stored unquantized",
+        )
+    return True
+
+
+def _load_format() -> str | None:
+    config = get_current_vllm_config_or_none()
+    return None if config is None else str(config.load_config.load_format)
