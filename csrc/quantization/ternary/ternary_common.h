@@ -29,11 +29,11 @@ template <typename... Args>
 
 // Like STD_TORCH_CHECK, without the source location in front: the reader is a
 // user of a model, not of this file.
-#define TERNARY_CHECK(condition, ...)      \
-  do {                                     \
-    if (!(condition)) [[unlikely]] {       \
-      ::vllm::ternary::fail(__VA_ARGS__);  \
-    }                                      \
+#define TERNARY_CHECK(condition, ...)     \
+  do {                                    \
+    if (!(condition)) [[unlikely]] {      \
+      ::vllm::ternary::fail(__VA_ARGS__); \
+    }                                     \
   } while (false)
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -78,11 +78,11 @@ inline void check_activation(const char* op, const Tensor& x, int64_t size_k,
                 " columns but size_k=", size_k,
                 "; the activation must have the layer's input size");
   const ScalarType type = x.scalar_type();
-  TERNARY_CHECK(
-      type == ScalarType::Half || type == ScalarType::BFloat16 ||
-          (allow_float32 && type == ScalarType::Float),
-      op, ": x has dtype ", dtype_name(type),
-      allow_float32 ? "; convert it to float16, bfloat16 or float32"
+  TERNARY_CHECK(type == ScalarType::Half || type == ScalarType::BFloat16 ||
+                    (allow_float32 && type == ScalarType::Float),
+                op, ": x has dtype ", dtype_name(type),
+                allow_float32
+                    ? "; convert it to float16, bfloat16 or float32"
                     : "; convert it to float16 or bfloat16 (--dtype)");
 }
 
@@ -121,12 +121,11 @@ inline void check_zero_point(const char* op,
   TERNARY_CHECK(type == ScalarType::Float || type == ScalarType::Int, op,
                 ": zero_point has dtype ", dtype_name(type),
                 "; store it as float32 or int32");
-  TERNARY_CHECK(zero_point->dim() == 2 && zero_point->size(0) == nblocks &&
-                    zero_point->size(1) == n_padded &&
-                    zero_point->is_contiguous(),
-                op, ": zero_point has shape ", shape_name(*zero_point),
-                " but must have the scale's, contiguous [", nblocks, ", ",
-                n_padded, "]");
+  TERNARY_CHECK(
+      zero_point->dim() == 2 && zero_point->size(0) == nblocks &&
+          zero_point->size(1) == n_padded && zero_point->is_contiguous(),
+      op, ": zero_point has shape ", shape_name(*zero_point),
+      " but must have the scale's, contiguous [", nblocks, ", ", n_padded, "]");
 }
 
 // bias [size_n] in x's dtype or float32, contiguous.
@@ -135,16 +134,14 @@ inline void check_bias(const char* op, const std::optional<Tensor>& bias,
   if (!bias.has_value()) {
     return;
   }
-  TERNARY_CHECK(bias->dim() == 1 && bias->size(0) == size_n &&
-                    bias->is_contiguous(),
-                op, ": bias has shape ", shape_name(*bias),
-                " but must be contiguous [", size_n, "]");
   TERNARY_CHECK(
-      bias->scalar_type() == x_type ||
-          bias->scalar_type() == ScalarType::Float,
-      op, ": bias has dtype ", dtype_name(bias->scalar_type()),
-      " and x has ", dtype_name(x_type),
-      "; convert the bias to x's dtype or float32");
+      bias->dim() == 1 && bias->size(0) == size_n && bias->is_contiguous(), op,
+      ": bias has shape ", shape_name(*bias), " but must be contiguous [",
+      size_n, "]");
+  TERNARY_CHECK(
+      bias->scalar_type() == x_type || bias->scalar_type() == ScalarType::Float,
+      op, ": bias has dtype ", dtype_name(bias->scalar_type()), " and x has ",
+      dtype_name(x_type), "; convert the bias to x's dtype or float32");
 }
 
 // norm_weight [P, K] (x's dtype or float32) and part_ends int32 [P]. Without

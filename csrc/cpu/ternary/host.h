@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// From torch tensors to the plain structs of ternary_cpu.h, with the checks.
+
+#pragma once
+
+#include <memory>
+#include <optional>
+
+#include "../../quantization/ternary/ternary_common.h"
+#include "ternary_cpu.h"
+
+namespace vllm::ternary::cpu {
+
+inline Type to_type(ScalarType type) {
+  switch (type) {
+    case ScalarType::Half:
+      return Type::kHalf;
+    case ScalarType::BFloat16:
+      return Type::kBFloat16;
+    case ScalarType::Int:
+      return Type::kInt;
+    default:
+      return Type::kFloat;
+  }
+}
+
+// Checks weight, scale and zero point against the sizes.
+inline Weight make_weight(const char* op, const Tensor& weight,
+                          const Tensor& scale,
+                          const std::optional<Tensor>& zero_point,
+                          int64_t size_n, int64_t size_k, int64_t block_size) {
+  check_sizes(op, size_n, size_k, block_size);
+  check_weight(op, weight);
+  Weight w;
+  w.size_n = size_n;
+  w.size_k = size_k;
+  w.block_size = block_size;
+  w.n_pad = round_up(size_n, kTileRows);
+  w.nblocks = num_blocks(size_k, block_size);
+  w.k_pad = round_up(size_k, kAlignK);
+  w.block_pad = w.k_pad;
+  if (w.nblocks > 1) {
+    w.block_pad = round_up(block_size, kWordCodes);
+    w.k_pad = round_up(w.nblocks * w.block_pad, kAlignK);
+  }
+  TERNARY_CHECK(
+      weight.dim() == 3 && weight.size(0) == w.n_pad / kTileRows &&
+          weight.size(1) == w.k_pad / kWordCodes && weight.size(2) == kTileRows,
+      op, ": weight has shape ", shape_name(weight), " but size_n=", size_n,
+      ", size_k=", size_k, ", block_size=", block_size, " ask for [",
+      w.n_pad / kTileRows, ", ", w.k_pad / kWordCodes, ", ", kTileRows,
+      "]; encode it with utils/ternary_layout_cpu.py");
+  check_scale(op, scale, w.nblocks, w.n_pad);
+  check_zero_point(op, zero_point, w.nblocks, w.n_pad);
+  w.words = static_cast<const uint32_t*>(weight.data_ptr());
+  w.scale = scale.data_ptr();
+  w.scale_type = to_type(scale.scalar_type());
+  if (zero_point.has_value()) {
+    w.zero_point = zero_point->data_ptr();
+    w.zero_point_type = to_type(zero_point->scalar_type());
+  }
+  return w;
+}
+
+// Uninitialized scratch, aligned to a cache line.
+template <typename T>
+class Scratch {
+ public:
+  explicit Scratch(int64_t count)
+      : storage_(new char[count * sizeof(T) + kLine]) {
+    const auto address = reinterpret_cast<uintptr_t>(storage_.get());
+    data_ = reinterpret_cast<T*>((address + kLine - 1) / kLine * kLine);
+  }
+  T* data() const { return data_; }
+
+ private:
+  static constexpr uintptr_t kLine = 64;
+  std::unique_ptr<char[]> storage_;
+  T* data_;
+};
+
+}  // namespace vllm::ternary::cpu
