@@ -19,6 +19,9 @@ from pathlib import Path
 
 from lib.errors import BuildError
 
+# A file's bytes by its path in the source tree; None if there is no such file.
+Reader = Callable[[str], bytes | None]
+
 CONTEXT = 3
 SERIES_FILE = "series"
 # Paths that a wheel ships; every other path of the sdist is only used in a build.
@@ -349,9 +352,7 @@ def _read_hunk(
     return hunk, i
 
 
-def apply_patch(
-    patch: Patch, read: Callable[[str], bytes | None]
-) -> tuple[dict[str, bytes], list[Mismatch]]:
+def apply_patch(patch: Patch, read: Reader) -> tuple[dict[str, bytes], list[Mismatch]]:
     """Apply one patch in memory.
 
     `read` returns a file's bytes, or None where there is no such file. Returns the
@@ -430,15 +431,16 @@ def _elsewhere(source: list[bytes], before: list[bytes], start: int) -> str:
     return f" (these lines stand at line {at}; offsets are not accepted)"
 
 
-def apply_series(
-    patches: Iterable[Patch], read: Callable[[str], bytes | None], target: str
-) -> dict[str, bytes]:
-    """Apply patches on top of one another in memory; return the changed files.
+def apply_each(
+    patches: Iterable[Patch], read: Reader, target: str
+) -> list[tuple[Patch, dict[str, bytes]]]:
+    """Apply patches on top of one another in memory; return what each one changes.
 
     Raises PatchFailure with every place of the first patch that does not apply, and of
     the later ones (which then see the files without it).
     """
     state: dict[str, bytes] = {}
+    applied: list[tuple[Patch, dict[str, bytes]]] = []
     mismatches: list[Mismatch] = []
 
     def current(path: str) -> bytes | None:
@@ -449,8 +451,19 @@ def apply_series(
         mismatches += bad
         if not bad:
             state.update(changed)
+            applied.append((patch, changed))
     if mismatches:
         raise PatchFailure(mismatches, target)
+    return applied
+
+
+def apply_series(
+    patches: Iterable[Patch], read: Reader, target: str
+) -> dict[str, bytes]:
+    """The files that a series changes; otherwise like apply_each."""
+    state: dict[str, bytes] = {}
+    for _, changed in apply_each(patches, read, target):
+        state.update(changed)
     return state
 
 
@@ -468,7 +481,7 @@ def is_shipped(path: str) -> bool:
     return path.startswith(SHIPPED_PREFIX)
 
 
-def directory_reader(root: Path) -> Callable[[str], bytes | None]:
+def directory_reader(root: Path) -> Reader:
     """Reader of the files below `root` for apply_series."""
 
     def read(path: str) -> bytes | None:
