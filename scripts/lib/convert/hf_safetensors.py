@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Source: a Hugging Face directory with floating-point safetensors."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .errors import ConversionError
+from .model import Plain, Source, Weight, files_to_carry
+from .safetensors_io import NAMES, StoredTensor, read_checkpoint
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """config.json as a dictionary; raises ConversionError if there is none."""
+    path = directory / "config.json"
+    if not path.is_file():
+        raise ConversionError(
+            f"{path} is not there. SOURCE must be a model directory as downloaded "
+            "from the Hugging Face hub, or a GGUF file."
+        )
+    try:
+        return json.loads(path.read_text())
+    except ValueError as e:
+        raise ConversionError(f"{path}: no valid JSON ({e}).") from None
+
+
+def read_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """The checkpoint's tensors; raises ConversionError if there are none."""
+    tensors = read_checkpoint(directory)
+    if not tensors:
+        others = [p.name for s in ("*.bin", "*.pt", "*.pth") for p in directory.glob(s)]
+        hint = (
+            f" It has {others[0]}: save it as safetensors first, with transformers' "
+            "save_pretrained."
+            if others
+            else ""
+        )
+        raise ConversionError(f"{directory}: no *.safetensors file there.{hint}")
+    return tensors
+
+
+def plain(tensor: StoredTensor) -> Plain:
+    return Plain(tensor.spec, tensor.read, NAMES[tensor.dtype], tensor.nbytes)
+
+
+def full_weight(tensor: StoredTensor, must_convert: bool = False) -> Weight:
+    return Weight(
+        module=tensor.name.removesuffix(".weight"),
+        size_n=tensor.shape[0],
+        size_k=tensor.shape[1],
+        nbytes=tensor.nbytes,
+        stored=NAMES[tensor.dtype],
+        dtype=tensor.dtype,
+        read=tensor.read,
+        must_convert=must_convert,
+    )
+
+
+def is_full_weight(tensor: StoredTensor) -> bool:
+    floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    return (
+        tensor.name.endswith(".weight")
+        and len(tensor.shape) == 2
+        and tensor.dtype in floats
+    )
+
+
+@dataclass
+class SafetensorsSource(Source):
+    """Floating-point weights, ternary already or not."""
+
+    @property
+    def kind(self) -> str:
+        return "floating-point safetensors"
+
+    @classmethod
+    def open(cls, directory: Path, config: dict[str, Any]) -> "SafetensorsSource":
+        entries: list[Plain | Weight] = [
+            full_weight(t) if is_full_weight(t) else plain(t)
+            for t in read_tensors(directory).values()
+        ]
+        return cls(directory, config, entries)
+
+    def files(self) -> list[Path]:
+        return files_to_carry(self.path)

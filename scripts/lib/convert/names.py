@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Which modules of a model are linears that vLLM quantizes, told by name."""
+
+import re
+
+EMBEDDINGS = {"embed_tokens", "lm_head"}
+
+_BLOCK = re.compile(r"(^|\.)(layers|layer|h|blocks)\.\d+\.")
+_ROUTERS = {"gate", "router", "shared_expert_gate", "wg"}
+_OTHER_TOWERS = re.compile(
+    r"(^|\.)(vision\w*|visual\w*|audio\w*|image\w*|multi_modal\w*|mm_\w+)\."
+)
+_NOT_LINEAR = re.compile(r"embed|norm|conv|relative_attention_bias", re.IGNORECASE)
+
+FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "query": "qkv_proj",
+    "key": "qkv_proj",
+    "value": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+    "w1": "w13",
+    "w3": "w13",
+}
+"""Modules that vLLM runs as one layer, which therefore share one setting."""
+
+
+def is_embedding(module: str) -> bool:
+    """Whether the module is the token embedding or the head."""
+    return module.rpartition(".")[2] in EMBEDDINGS
+
+
+def is_block_linear(module: str) -> bool:
+    """Whether a 2-D weight of this name is a linear of the transformer blocks:
+    attention and MLP projections and experts, but no router, norm, embedding and
+    nothing of a vision or audio tower."""
+    last = module.rpartition(".")[2]
+    return (
+        _BLOCK.search(module) is not None
+        and last not in _ROUTERS
+        and not _NOT_LINEAR.search(last)
+        and not _OTHER_TOWERS.search(module + ".")
+    )
+
+
+def fused_group(module: str) -> str:
+    """Name of the layer that vLLM makes of the module and its partners: q, k, v;
+    gate, up; all experts of a layer."""
+    parent, _, last = module.rpartition(".")
+    experts = re.match(r"(.*\.experts)\.\d+\.", module)
+    if experts:
+        return experts[1]
+    return f"{parent}.{FUSED.get(last, last)}" if parent else module
+
+
+def suffix(module: str) -> str:
+    """The name after the block's number, experts' numbers left open; the whole
+    name outside of the blocks."""
+    match = None
+    for match in _BLOCK.finditer(module):
+        pass
+    tail = module[match.end() :] if match else module
+    return re.sub(r"\.\d+\.", ".*.", tail)

@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Decides for each weight what it becomes, before anything is written."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from . import names, quant_config
+from .codec import TernaryFormatError, format, schemes
+from .errors import ConversionError
+from .model import Plain, Source, Ternary, Weight
+from .safetensors_io import TensorSpec
+
+Progress = Callable[[Iterable[Any], str], Iterable[Any]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for."""
+
+    quantize: str | None = None
+    """None (lossless or refused), "absmean" or "mse"."""
+    block_size: int | str | None = None
+    scale_dtype: torch.dtype | None = None
+    not_convert: tuple[str, ...] = ()
+    embeddings: str = "auto"
+    """ "auto" (where they are ternary), "yes" or "no"."""
+    merge_blocks: bool = True
+    measure: bool = False
+    """Compute what is needed for sparsity too, for a dry run."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What one weight becomes."""
+
+    weight: Weight
+    kind: str
+    """ "ternary" or "unquantized"."""
+    how: str
+    """ "lossless", "absmean", "mse", "native", or why it is left as it is."""
+    block_size: int | str | None = None
+    zero_point_dtype: torch.dtype | None = None
+    scale_dtype: torch.dtype = torch.float16
+    zeros: int | None = None
+    """Number of zero weights, where known."""
+    mergeable: bool = False
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        """Tensors written for the weight."""
+        w = self.weight
+        if self.kind != "ternary":
+            return [TensorSpec(w.name, w.dtype, (w.size_n, w.size_k))]
+        assert self.block_size is not None
+        shape = format.scale_shape((w.size_n,), w.size_k, self.block_size)
+        packed = (w.size_n, format.packed_width(w.size_k))
+        result = [
+            TensorSpec(w.module + ".packed_ternary_weight", torch.uint8, packed),
+            TensorSpec(w.module + ".weight_scale", self.scale_dtype, shape),
+        ]
+        if self.zero_point_dtype is not None:
+            name = w.module + ".weight_zero_point"
+            result.append(TensorSpec(name, self.zero_point_dtype, shape))
+        return result
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.specs)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The module's part of quantization_config."""
+        if self.kind != "ternary":
+            return {"kind": "unquantized"}
+        return {
+            "kind": "ternary",
+            "block_size": self.block_size,
+            "zero_point": self.zero_point_dtype is not None,
+            "scale_dtype": str(self.scale_dtype).removeprefix("torch."),
+        }
+
+
+@dataclass
+class Plan:
+    source: Source
+    options: Options
+    steps: list[Plain | Decision]
+    quantization_config: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def decisions(self) -> list[Decision]:
+        return [s for s in self.steps if isinstance(s, Decision)]
+
+    def specs(self) -> Iterator[TensorSpec]:
+        for step in self.steps:
+            yield from step.specs if isinstance(step, Decision) else [step.spec]
+
+
+def make_plan(source: Source, options: Options, progress: Progress) -> Plan:
+    """Reads what must be looked at (every weight that has to be ternary already)
+    and decides. Raises ConversionError or TernaryFormatError naming the tensor."""
+    notes = list(source.notes)
+    entries = _drop_tied_head(source, notes)
+    patterns = [*source.not_convert, *options.not_convert]
+    unused = [
+        p
+        for p in options.not_convert
+        if not any(
+            schemes.matches_not_convert(e.module, [p])
+            for e in entries
+            if isinstance(e, Weight)
+        )
+    ]
+    if unused:
+        raise ConversionError(
+            f"--modules-to-not-convert {unused[0]}: no module has such a name. A name "
+            "is taken as the beginning, the end or a regular expression of the "
+            "beginning of a module's name."
+        )
+    steps: list[Plain | Decision] = []
+    for entry in progress(entries, "Looking at weights"):
+        if isinstance(entry, Plain):
+            _refuse_fused_experts(entry, patterns)
+            steps.append(entry)
+        else:
+            steps.append(_decide(entry, source, options, patterns))
+    steps = _settle_groups(steps, options)
+    decided = {d.weight.module: d.settings for d in steps if isinstance(d, Decision)}
+    if not any(s["kind"] == "ternary" for s in decided.values()):
+        raise ConversionError(
+            f"{source.path}: nothing to convert. No 2-D weight of a transformer block "
+            "was found, or --modules-to-not-convert names them all."
+        )
+    tied = source.config.get("tie_word_embeddings")
+    embedding = next((m for m in decided if m.endswith("embed_tokens")), None)
+    head = "lm_head" if tied and embedding else None
+    if head and decided[embedding]["kind"] != "ternary":
+        head = None
+    config = quant_config.build(
+        decided, source.activation_bits, source.input_norm, head
+    )
+    return Plan(source, options, steps, config, notes)
+
+
+def resolve(decision: Decision, options: Options) -> Ternary | torch.Tensor:
+    """Reads the weight and makes of it what was decided."""
+    weight = decision.weight
+    value = weight.read()
+    if decision.kind != "ternary":
+        if isinstance(value, Ternary):
+            return format.dequantize(
+                value.t, value.scale, value.zero_point, value.block_size, weight.dtype
+            )
+        return value
+    if isinstance(value, Ternary):
+        return _merged(value, decision)
+    block, name = decision.block_size, weight.name
+    if decision.how == "lossless":
+        t, scale = format.find_ternary(value, block, decision.scale_dtype, name=name)
+    else:
+        quantize = {"absmean": format.quantize_absmean, "mse": format.quantize_mse}
+        t, scale = quantize[decision.how](value, block, decision.scale_dtype, name=name)
+    return Ternary(t, scale, None, block)
+
+
+def _decide(
+    weight: Weight, source: Source, options: Options, patterns: list[str]
+) -> Decision:
+    module = weight.module
+    if schemes.matches_not_convert(module, patterns):
+        return Decision(weight, "unquantized", "modules_to_not_convert")
+    embedding = names.is_embedding(module)
+    if embedding and options.embeddings == "no":
+        return Decision(weight, "unquantized", "embedding")
+    if weight.native:
+        return _decide_native(weight, options)
+    if not embedding and not names.is_block_linear(module):
+        return Decision(weight, "unquantized", "not in a transformer block")
+    block = options.block_size or format.DEFAULT_BLOCK_SIZE
+    dtype = options.scale_dtype or torch.float16
+    lossless = Decision(weight, "ternary", "lossless", block, None, dtype)
+    wanted = not embedding or options.embeddings == "yes"
+    try:
+        value = weight.read()
+        assert isinstance(value, torch.Tensor)
+        t, _ = format.find_ternary(value, block, dtype, name=weight.name)
+        return replace(lossless, zeros=_zeros(t))
+    except TernaryFormatError as error:
+        if not wanted:
+            return Decision(weight, "unquantized", "embedding, not ternary")
+        if options.quantize is None:
+            hint = _block_size_hint(value, block, dtype)
+            raise TernaryFormatError(
+                error.name,
+                error.problem,
+                f"{hint}If it must be converted all the same, pass --quantize mse "
+                "(loses information), or leave it as it is with "
+                f"--modules-to-not-convert {module}",
+            ) from None
+    decision = Decision(weight, "ternary", options.quantize, block, None, dtype)
+    if not options.measure:
+        return decision
+    result = resolve(decision, options)
+    assert isinstance(result, Ternary)
+    return replace(decision, zeros=_zeros(result.t))
+
+
+def _decide_native(weight: Weight, options: Options) -> Decision:
+    value = weight.read()
+    assert isinstance(value, Ternary)
+    block, size_k = value.block_size, weight.size_k
+    target = options.block_size
+    mergeable = target is None and options.merge_blocks and block == 64
+    if target is None:
+        target = 128 if mergeable else block
+    fits = True
+    if target != block:
+        if not isinstance(block, int):
+            raise ConversionError(
+                f"{weight.name}: has one scale per {block}, --block-size {target} does "
+                "not apply to it. Leave --block-size out."
+            )
+        for x in (value.scale, value.zero_point):
+            if x is not None:
+                fits &= format.merge_blocks(x, size_k, block, target) is not None
+        if not fits and not mergeable:
+            raise ConversionError(
+                f"{weight.name}: its blocks of {block} do not all have the same scale "
+                f"within {target}. Leave --block-size out to keep {block}."
+            )
+    return Decision(
+        weight,
+        "ternary",
+        "native",
+        target if fits else block,
+        None if value.zero_point is None else value.zero_point.dtype,
+        value.scale.dtype,
+        _zeros(value.t),
+        mergeable and fits,
+    )
+
+
+def _merged(value: Ternary, decision: Decision) -> Ternary:
+    old, new = value.block_size, decision.block_size
+    if old == new:
+        return value
+    size_k = value.t.shape[-1]
+
+    def merge(x: torch.Tensor | None) -> torch.Tensor | None:
+        return None if x is None else format.merge_blocks(x, size_k, old, new)
+
+    scale = merge(value.scale)
+    assert scale is not None
+    return Ternary(value.t, scale, merge(value.zero_point), new)
+
+
+def _settle_groups(
+    steps: list[Plain | Decision], options: Options
+) -> list[Plain | Decision]:
+    """Parts of one layer of vLLM must be stored alike: gives merged blocks back
+    where a partner could not be merged, and zero points to partners without;
+    refuses other differences."""
+    groups: dict[str, list[Decision]] = defaultdict(list)
+    for step in steps:
+        if isinstance(step, Decision):
+            groups[names.fused_group(step.weight.module)].append(step)
+    changed: dict[str, Decision] = {}
+    for group, parts in groups.items():
+        merged = [p for p in parts if p.mergeable]
+        if merged and len({str(p.block_size) for p in parts}) > 1:
+            for part in merged:
+                changed[part.weight.module] = replace(
+                    part, block_size=64, mergeable=False
+                )
+        final = [changed.get(p.weight.module, p) for p in parts]
+        first = final[0]
+        for other in final[1:]:
+            if first.settings != other.settings:
+                raise ConversionError(
+                    f"{first.weight.module} ({_words(first)}) and "
+                    f"{other.weight.module} ({_words(other)}) are one layer ({group}) "
+                    "in vLLM and must be stored alike. List both in "
+                    "--modules-to-not-convert, or convert both."
+                )
+    return [
+        changed.get(s.weight.module, s) if isinstance(s, Decision) else s for s in steps
+    ]
+
+
+def _words(decision: Decision) -> str:
+    if decision.kind != "ternary":
+        return decision.how
+    zero_point = ", zero point" if decision.zero_point_dtype else ""
+    return f"ternary, block {decision.block_size}{zero_point}"
+
+
+def _refuse_fused_experts(entry: Plain, patterns: list[str]) -> None:
+    """Experts of a layer in one 3-D tensor, which would stay unquantized while
+    vLLM expects them ternary."""
+    name = entry.name
+    if len(entry.spec.shape) != 3 or ".experts." not in name:
+        return
+    if not schemes.matches_not_convert(name, patterns):
+        raise ConversionError(
+            f"{name}: holds all experts in one tensor {list(entry.spec.shape)}, which "
+            "the converter does not split. Save the model with one tensor per expert, "
+            f"or leave them as they are with --modules-to-not-convert "
+            f"{name.partition('.experts.')[0]}.experts"
+        )
+
+
+def _drop_tied_head(source: Source, notes: list[str]) -> list[Plain | Weight]:
+    """Without a stored copy of the head that transformers and vLLM never read,
+    because the config says that it is the embedding."""
+    if not source.config.get("tie_word_embeddings"):
+        return source.entries
+    by_name = {e.name: e for e in source.entries}
+    head = by_name.get("lm_head.weight")
+    table = next(
+        (e for n, e in by_name.items() if n.endswith("embed_tokens.weight")), None
+    )
+    if head is None or table is None:
+        return source.entries
+    notes.append("lm_head.weight dropped: config.json ties it to the embedding")
+    return [e for e in source.entries if e is not head]
+
+
+def _block_size_hint(value: torch.Tensor, block: int | str, dtype: torch.dtype) -> str:
+    """Says with which other block size the weight would be ternary."""
+    for size in (64, 32, 16):
+        if isinstance(block, int) and size >= block:
+            continue
+        try:
+            format.find_ternary(value, size, dtype)
+        except TernaryFormatError:
+            continue
+        return f"It is ternary with --block-size {size}. "
+    return ""
+
+
+def _zeros(t: torch.Tensor) -> int:
+    return t.numel() - int(t.count_nonzero())
