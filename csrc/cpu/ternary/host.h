@@ -5,10 +5,12 @@
 
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 
 #include "../../quantization/ternary/ternary_common.h"
+#include "activation.h"
 #include "ternary_cpu.h"
 
 namespace vllm::ternary::cpu {
@@ -62,6 +64,28 @@ inline Weight make_weight(const char* op, const Tensor& weight,
     w.zero_point_type = to_type(zero_point->scalar_type());
   }
   return w;
+}
+
+// y [M, N] and what is added to it.
+inline void set_output(Problem& p, const Tensor& y,
+                       const std::optional<Tensor>& bias) {
+  p.size_m = y.size(0);
+  p.y = y.data_ptr();
+  p.y_type = to_type(y.scalar_type());
+  p.row_end = p.weight.size_n;
+  if (bias.has_value()) {
+    p.bias = bias->data_ptr();
+    p.bias_type = to_type(bias->scalar_type());
+  }
+}
+
+inline Row row_of(const Tensor& x, int64_t m) {
+  return {x.data_ptr(), to_type(x.scalar_type()), m * x.stride(0), x.stride(1)};
+}
+
+// Rows of x below which a second thread does not pay.
+inline int64_t row_grain(const Weight& w) {
+  return std::max<int64_t>(1, 16384 / w.k_pad);
 }
 
 // Uninitialized scratch, aligned to a cache line.
