@@ -2,43 +2,42 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The codec and the config reader of the overlay, loaded without vLLM.
 
-Both modules need no vLLM import, but importing them by their full name would run
+These modules need torch only, but importing them by their full name would run
 ``vllm/__init__.py``. They are taken from the overlay beside this script, or else
-from an installed patched vLLM.
+from an installed patched vLLM, as members of a package of another name.
 """
 
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
 
-_PACKAGE = "vllm/model_executor/layers/quantization"
+_QUANTIZATION = "vllm/model_executor/layers/quantization"
+_PACKAGE = "_vllm_ternary"
 
 
-def _roots() -> list[Path]:
+def _directories() -> list[str]:
     roots = [Path(__file__).resolve().parents[3] / "overlay"]
     spec = importlib.util.find_spec("vllm")
     if spec and spec.submodule_search_locations:
         roots.append(Path(next(iter(spec.submodule_search_locations))).parent)
-    return roots
+    for root in roots:
+        base = root / _QUANTIZATION
+        if (base / "utils/ternary_format.py").is_file():
+            return [str(base / "utils"), str(base / "ternary")]
+    raise ImportError(f"found no patched vLLM in {' or '.join(map(str, roots))}")
 
 
-def _load(relative: str) -> ModuleType:
-    name = "_ternary_" + Path(relative).stem
-    if name in sys.modules:
-        return sys.modules[name]
-    paths = [root / _PACKAGE / relative for root in _roots()]
-    for path in paths:
-        if path.is_file():
-            spec = importlib.util.spec_from_file_location(name, path)
-            assert spec and spec.loader
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[name] = module
-            spec.loader.exec_module(module)
-            return module
-    raise ImportError(f"found no {relative} in {' or '.join(map(str, paths))}")
+def _load(name: str) -> ModuleType:
+    if _PACKAGE not in sys.modules:
+        package = ModuleType(_PACKAGE)
+        package.__path__ = _directories()
+        sys.modules[_PACKAGE] = package
+    return importlib.import_module(f"{_PACKAGE}.{name}")
 
 
-format = _load("utils/ternary_format.py")
-schemes = _load("ternary/schemes.py")
+format = _load("ternary_format")
+quantize = _load("ternary_quantize")
+schemes = _load("schemes")
 TernaryFormatError = format.TernaryFormatError

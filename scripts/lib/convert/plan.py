@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import names, quant_config
-from .codec import TernaryFormatError, format, schemes
+from .codec import TernaryFormatError, format, quantize, schemes
 from .errors import ConversionError
 from .model import Plain, Source, Ternary, Weight
 from .safetensors_io import TensorSpec
@@ -137,14 +137,7 @@ def make_plan(source: Source, options: Options, progress: Progress) -> Plan:
             f"{source.path}: nothing to convert. No 2-D weight of a transformer block "
             "was found, or --modules-to-not-convert names them all."
         )
-    tied = source.config.get("tie_word_embeddings")
-    embedding = next((m for m in decided if m.endswith("embed_tokens")), None)
-    head = "lm_head" if tied and embedding else None
-    if head and decided[embedding]["kind"] != "ternary":
-        head = None
-    config = quant_config.build(
-        decided, source.activation_bits, source.input_norm, head
-    )
+    config = quant_config.build(decided, source.activation_bits, source.input_norm)
     return Plan(source, options, steps, config, notes)
 
 
@@ -162,7 +155,7 @@ def resolve(decision: Decision, options: Options) -> Ternary | torch.Tensor:
         return _merged(value, decision)
     block, name = decision.block_size, weight.name
     if decision.how == "lossless":
-        t, scale = format.find_ternary(value, block, decision.scale_dtype, name=name)
+        t, scale = quantize.find_ternary(value, block, decision.scale_dtype, name=name)
     else:
         quantize = {"absmean": format.quantize_absmean, "mse": format.quantize_mse}
         t, scale = quantize[decision.how](value, block, decision.scale_dtype, name=name)
@@ -189,7 +182,7 @@ def _decide(
     try:
         value = weight.read()
         assert isinstance(value, torch.Tensor)
-        t, _ = format.find_ternary(value, block, dtype, name=weight.name)
+        t, _ = quantize.find_ternary(value, block, dtype, name=weight.name)
         return replace(lossless, zeros=_zeros(t))
     except TernaryFormatError as error:
         if not wanted:
@@ -337,7 +330,7 @@ def _block_size_hint(value: torch.Tensor, block: int | str, dtype: torch.dtype) 
         if isinstance(block, int) and size >= block:
             continue
         try:
-            format.find_ternary(value, size, dtype)
+            quantize.find_ternary(value, size, dtype)
         except TernaryFormatError:
             continue
         return f"It is ternary with --block-size {size}. "

@@ -18,15 +18,12 @@ def build(
     decided: Mapping[str, Settings],
     activation_bits: int | None = None,
     input_norm: Mapping[str, Any] | None = None,
-    tied_head: str | None = None,
-    block_size: int | str = 128,
 ) -> dict[str, Any]:
     """The config that gives every module in ``decided`` its settings.
 
     The most frequent ternary settings become the default; the rest is listed by
     name, or by a regular expression where every module of that name in every
-    block is alike. ``tied_head`` is the head that shares the ternary embedding.
-    The result is read back with the overlay's own reader and compared.
+    block is alike. The result is read back with the overlay's own reader and compared.
     """
     linear = [
         _key(s)
@@ -35,11 +32,7 @@ def build(
     ]
     all_ternary = [_key(s) for s in decided.values() if s["kind"] == "ternary"]
     count = Counter(linear or all_ternary)
-    default = (
-        dict(count.most_common(1)[0][0])
-        if count
-        else {"block_size": block_size, "zero_point": False, "scale_dtype": "float16"}
-    )
+    default = dict(count.most_common(1)[0][0])
     config: dict[str, Any] = {
         "quant_method": "ternary",
         "block_size": default["block_size"],
@@ -64,8 +57,6 @@ def build(
             entry |= {"activation_bits": None} if activation_bits else {}
             entry |= {"input_norm": None} if input_norm else {}
             different[module] = {"kind": "ternary", **entry}
-            if tied_head and module != tied_head:
-                different[tied_head] = different[module]
         elif entry:
             different[module] = {"kind": "ternary", **entry}
     overrides.update(_compress(different, decided))

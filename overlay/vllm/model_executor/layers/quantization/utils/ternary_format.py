@@ -2,9 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The codec of the ``ternary`` checkpoint format.
 
-Specification: ``docs/quant_format.md``. This module needs torch and nothing
-else, runs on the device of its arguments, and works through large tensors in
-chunks of rows, so that its temporaries stay near ``CHUNK_BYTES``.
+Specification: ``docs/quant_format.md``; quantizers: ``ternary_quantize.py``. This
+module needs torch and nothing else, runs on the device of its arguments, and works
+through large tensors in chunks of rows, so that its temporaries stay near
+``CHUNK_BYTES``.
 
 Vocabulary, the same throughout:
 
@@ -120,14 +121,14 @@ def pack(t: torch.Tensor, *, name: str = "weight") -> torch.Tensor:
     if t.dtype != torch.int8:
         raise TernaryFormatError(
             name,
-            f"ternary integers have dtype {_str(t.dtype)}, not int8",
+            f"ternary integers have dtype {dtype_name(t.dtype)}, not int8",
             "Convert them to int8 before packing",
         )
     rows, size_k = t.reshape(-1, t.shape[-1]), t.shape[-1]
     width = packed_width(size_k)
     out = torch.empty(rows.shape[0], width, dtype=torch.uint8, device=t.device)
     shifts = _shifts(t.device)
-    for part in _chunks(rows.shape[0], 4 * size_k):
+    for part in row_chunks(rows.shape[0], 4 * size_k):
         chunk = rows[part]
         if chunk.numel():
             low, high = (int(v) for v in chunk.aminmax())
@@ -138,10 +139,7 @@ def pack(t: torch.Tensor, *, name: str = "weight") -> torch.Tensor:
                     f"value {bad} is not one of -1, 0, +1",
                     "Quantize the weight to ternary before packing",
                 )
-        codes = chunk.view(torch.uint8) if chunk.is_contiguous() else None
-        if codes is None:
-            codes = chunk.contiguous().view(torch.uint8)
-        codes = codes & 3  # 0, 1, 3 for 0, +1, -1
+        codes = chunk.contiguous().view(torch.uint8) & 3  # 0, 1, 3 for 0, +1, -1
         codes = codes ^ (codes >> 1)  # 0, 1, 2
         codes = F.pad(codes, (0, width * CODES_PER_BYTE - size_k))
         codes = codes.view(-1, width, CODES_PER_BYTE) << shifts
@@ -166,7 +164,7 @@ def unpack(
         check_codes(packed, size_k, strict=True, name=name)
     rows = packed.reshape(-1, packed.shape[-1])
     out = torch.empty(rows.shape[0], size_k, dtype=torch.int8, device=packed.device)
-    for part in _chunks(rows.shape[0], 4 * size_k):
+    for part in row_chunks(rows.shape[0], 4 * size_k):
         codes = _codes(rows[part]).view(torch.int8)
         out[part] = ((codes & 1) - (codes >> 1))[:, :size_k]
     return out.view(*packed.shape[:-1], size_k)
@@ -175,7 +173,7 @@ def unpack(
 def count_reserved(packed: torch.Tensor, size_k: int) -> int:
     """Number of weights (padding not counted) whose code is the reserved 3."""
     rows, total = packed.reshape(-1, packed.shape[-1]), 0
-    for part in _chunks(rows.shape[0], 4 * size_k):
+    for part in row_chunks(rows.shape[0], 4 * size_k):
         total += int((_codes(rows[part])[:, :size_k] == 3).sum())
     return total
 
@@ -199,7 +197,7 @@ def clear_padding(packed: torch.Tensor, size_k: int) -> torch.Tensor:
 
 
 # --------------------------------------------------------------------------
-# Weights from and to ternary
+# Weights
 
 
 def dequantize(
@@ -229,138 +227,13 @@ def dequantize(
         check_zero_point(zero_point, leading, size_k, block_size, values=False)
         zero_point = by_row(zero_point)
     out = torch.empty(rows.shape, dtype=dtype, device=t.device)
-    for part in _chunks(rows.shape[0], 8 * size_k):
-        w = _blocks(rows[part].to(wide), block)
+    for part in row_chunks(rows.shape[0], 8 * size_k):
+        w = as_blocks(rows[part].to(wide), block)
         if zero_point is not None:
             w -= zero_point[part].to(wide).unsqueeze(-1)
         w *= scale[part].to(wide).unsqueeze(-1)
         out[part] = w.flatten(1)[:, :size_k].to(dtype)
     return out.view(t.shape)
-
-
-def quantize_absmean(
-    w: torch.Tensor,
-    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
-    scale_dtype: torch.dtype = torch.float16,
-    *,
-    name: str = "weight",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantizes ``[..., N, K]`` with the mean magnitude of each block as scale.
-
-    The mean is taken in float64 over the block's true weights and rounded to
-    ``scale_dtype``; with that rounded s, ``t = clamp(round_half_even(w / s), -1,
-    1)``, that is ``sign(w)`` where ``2 * |w| > s``, else 0. A scale of 0 gives
-    zeros. Returns (t int8, scale). Raises TernaryFormatError for weights that
-    are not finite or a mean that ``scale_dtype`` cannot hold.
-    """
-
-    def mean(blocks: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        total = blocks.to(torch.float64).abs_().sum(-1)
-        return round_to(total / counts, scale_dtype)
-
-    return _quantize(w, block_size, scale_dtype, mean, name)
-
-
-def quantize_mse(
-    w: torch.Tensor,
-    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
-    scale_dtype: torch.dtype = torch.float16,
-    *,
-    name: str = "weight",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantizes ``[..., N, K]`` with the least squared error of each block.
-
-    The optimum over all t and all scales that ``scale_dtype`` can hold: with
-    the m largest magnitudes kept, the best scale is their mean rounded to
-    ``scale_dtype``, so every m is tried (sums in float64; the smallest m wins a
-    tie). Returns and raises as quantize_absmean.
-    """
-
-    def best(blocks: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        magnitude = blocks.abs().sort(dim=-1, descending=True).values
-        total = magnitude.to(torch.float64).cumsum(-1)
-        m = torch.arange(1, total.shape[-1] + 1, device=w.device, dtype=torch.float64)
-        s = round_to(total / m, scale_dtype).to(torch.float64)
-        gain = 2 * s * total - m * s * s  # squared error saved against all zeros
-        index = gain.argmax(-1, keepdim=True)
-        return s.gather(-1, index).squeeze(-1).to(scale_dtype)
-
-    return _quantize(w, block_size, scale_dtype, best, name)
-
-
-def find_ternary(
-    w: torch.Tensor,
-    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
-    scale_dtype: torch.dtype = torch.float16,
-    *,
-    name: str = "weight",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ternary integers and scales of a floating-point weight ``[..., N, K]`` that
-    already is ternary, without loss.
-
-    Each block must hold nothing but -s, 0 and +s, and ``scale_dtype`` must hold
-    s exactly; a block of zeros has s = 0. (-0.0 counts as 0.) Returns (t int8,
-    scale); ``dequantize`` gives back exactly ``w``. Raises TernaryFormatError
-    naming the tensor, the first block that fails and its values.
-    """
-    _check_float(w, name)
-    size_k, leading = w.shape[-1], w.shape[:-1]
-    rows = _as_rows(w, block_size)
-    block = block_length(rows.shape[-1], block_size)
-    t = torch.empty(rows.shape, dtype=torch.int8, device=w.device)
-    scale = torch.empty(
-        rows.shape[0],
-        num_blocks(rows.shape[-1], block_size),
-        dtype=scale_dtype,
-        device=w.device,
-    )
-    for part in _chunks(rows.shape[0], 8 * rows.shape[-1]):
-        blocks = _blocks(rows[part], block)
-        magnitude = blocks.abs()
-        s = magnitude.amax(-1)
-        if not s.isfinite().all():
-            _raise_not_finite(rows[part], part, leading, size_k, block_size, name)
-        other = (magnitude != 0) & (magnitude != s.unsqueeze(-1))
-        if other.any():
-            row, index = other.any(-1).nonzero()[0].tolist()
-            first = magnitude[row, index][other[row, index]][0]
-            where = _block_name(part.start + row, index, leading, size_k, block_size)
-            raise TernaryFormatError(
-                name,
-                f"{where} is not ternary: it holds magnitudes "
-                f"{float(s[row, index])!r} and {float(first)!r}",
-                "Convert with the block size the weights were made with, leave the "
-                "module unconverted, or quantize it (which loses information)",
-            )
-        kept = s.to(scale_dtype)
-        changed = kept.to(torch.float64) != s.to(torch.float64)
-        if changed.any():
-            row, index = changed.nonzero()[0].tolist()
-            where = _block_name(part.start + row, index, leading, size_k, block_size)
-            raise TernaryFormatError(
-                name,
-                f"{where} has scale {float(s[row, index])!r}, which "
-                f"{_str(scale_dtype)} cannot hold exactly",
-                f"Choose a wider scale dtype ({_str(w.dtype)} holds it)",
-            )
-        scale[part] = kept
-        t[part] = blocks.sign().to(torch.int8).flatten(1)[:, : rows.shape[-1]]
-    return t.view(w.shape), scale.view(scale_shape(leading, size_k, block_size))
-
-
-def round_to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """float64 to ``dtype``, to nearest, ties to even, in one rounding. (torch
-    goes through float32 on the way to 16 bits and may round twice.)"""
-    if dtype in (torch.float32, torch.float64):
-        return x.to(dtype)
-    near = x.to(torch.float32)
-    error = x - near.to(torch.float64)
-    # Round to odd: of the two float32 neighbours of x take the odd one. Sixteen
-    # bits and float32 differ by enough bits for the second rounding to be right.
-    even = (near.view(torch.int32) & 1) == 0
-    inexact = near.isfinite() & (error != 0) & even
-    toward = torch.where(error > 0, torch.inf, -torch.inf).to(torch.float32)
-    return torch.where(inexact, torch.nextafter(near, toward), near).to(dtype)
 
 
 # --------------------------------------------------------------------------
@@ -422,13 +295,12 @@ def slice_k(
         return x[..., blocks].contiguous().clone()
 
     width = stop - begin
-    if begin % CODES_PER_BYTE == 0:
-        last = packed_width(stop)
-        part = packed[..., begin // CODES_PER_BYTE : last].contiguous().clone()
-        if lead % CODES_PER_BYTE or stop % CODES_PER_BYTE or lead:
-            part = _zero_outside(part, lead, width)
+    first, rest = divmod(begin, CODES_PER_BYTE)
+    part = packed[..., first : packed_width(stop)]
+    if rest:
+        part = pack(unpack(part, rest + width)[..., rest:])
     else:
-        part = pack(unpack(packed, size_k)[..., begin:stop].contiguous())
+        part = _zero_outside(part.contiguous().clone(), lead, width)
     new_scale = cut(scale)
     assert new_scale is not None
     return KSlice(part, new_scale, cut(zero_point), lead, width)
@@ -495,13 +367,15 @@ def check_packed(
     TernaryFormatError otherwise."""
     if packed is None:
         raise TernaryFormatError(
-            name, "is missing", "Convert the checkpoint again, or list the module "
-            "in modules_to_not_convert if it is not ternary"
-        )  # fmt: skip
+            name,
+            "is missing",
+            "Convert the checkpoint again, or list the module in "
+            "modules_to_not_convert if it is not ternary",
+        )
     if packed.dtype != torch.uint8:
         raise TernaryFormatError(
             name,
-            f"dtype is {_str(packed.dtype)} where packed bytes (uint8) are due",
+            f"dtype is {dtype_name(packed.dtype)} where packed bytes (uint8) are due",
             "Store the packed bytes as uint8 and never convert them to another dtype",
         )
     want = (*leading, packed_width(size_k))
@@ -587,9 +461,10 @@ def _check_per_block(x, leading, size_k, block_size, allowed, name) -> torch.Ten
             "A packed_ternary_weight needs it beside it: convert the checkpoint again",
         )
     if x.dtype not in allowed:
+        wanted = " or ".join(map(dtype_name, allowed))
         raise TernaryFormatError(
             name,
-            f"dtype is {_str(x.dtype)}, expected {' or '.join(map(_str, allowed))}",
+            f"dtype is {dtype_name(x.dtype)}, expected {wanted}",
             "Make the checkpoint and quantization_config agree",
         )
     want = scale_shape(leading, size_k, block_size)
@@ -620,11 +495,12 @@ def _check_values(x: torch.Tensor, good: torch.Tensor, name: str) -> None:
 # Helpers
 
 
-def _str(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """The dtype's name as config.json has it."""
     return str(dtype).removeprefix("torch.")
 
 
-def _chunks(rows: int, row_bytes: int) -> Iterator[slice]:
+def row_chunks(rows: int, row_bytes: int) -> Iterator[slice]:
     """Slices over ``rows`` of about CHUNK_BYTES each."""
     step = max(1, CHUNK_BYTES // max(1, row_bytes))
     for start in range(0, rows, step):
@@ -640,79 +516,8 @@ def _codes(packed: torch.Tensor) -> torch.Tensor:
     return ((packed.unsqueeze(-1) >> _shifts(packed.device)) & 3).flatten(1)
 
 
-def _blocks(rows: torch.Tensor, block: int) -> torch.Tensor:
+def as_blocks(rows: torch.Tensor, block: int) -> torch.Tensor:
     """[R, K] to [R, ceil(K / block), block], the last block completed with 0."""
     size_k = rows.shape[-1]
     rows = F.pad(rows, (0, -size_k % block))
     return rows.view(rows.shape[0], -1, block)
-
-
-def _as_rows(w: torch.Tensor, block_size: BlockSize) -> torch.Tensor:
-    """[..., N, K] as [rows, K], or as one row for block size ``"tensor"``."""
-    return w.reshape(1, -1) if block_size == "tensor" else w.reshape(-1, w.shape[-1])
-
-
-def _quantize(w, block_size, scale_dtype, scale_of, name):
-    check_block_size(block_size, name)
-    _check_float(w, name)
-    size_k, leading = w.shape[-1], w.shape[:-1]
-    rows = _as_rows(w, block_size)
-    length = rows.shape[-1]
-    block, count = block_length(length, block_size), num_blocks(length, block_size)
-    counts = torch.full((count,), block, device=w.device, dtype=torch.float64)
-    counts[-1] = length - (count - 1) * block
-    t = torch.empty(rows.shape, dtype=torch.int8, device=w.device)
-    scale = torch.empty(rows.shape[0], count, dtype=scale_dtype, device=w.device)
-    for part in _chunks(rows.shape[0], 64 * length):
-        if not rows[part].isfinite().all():
-            _raise_not_finite(rows[part], part, leading, size_k, block_size, name)
-        blocks = _blocks(rows[part].to(torch.float64), block)
-        s = scale_of(blocks, counts)
-        if not s.isfinite().all():
-            row, index = (~s.isfinite()).nonzero()[0].tolist()
-            where = _block_name(part.start + row, index, leading, size_k, block_size)
-            raise TernaryFormatError(
-                name,
-                f"the scale of {where} is beyond the range of {_str(scale_dtype)}",
-                "Choose scale dtype bfloat16 or float32",
-            )
-        wide = s.to(torch.float64).unsqueeze(-1)
-        keep = (2 * blocks.abs() > wide) & (wide > 0)
-        signs = blocks.sign().masked_fill_(~keep, 0).to(torch.int8)
-        t[part] = signs.flatten(1)[:, :length]
-        scale[part] = s
-    return t.view(w.shape), scale.view(scale_shape(leading, size_k, block_size))
-
-
-def _check_float(w: torch.Tensor, name: str) -> None:
-    if not w.dtype.is_floating_point:
-        raise TernaryFormatError(
-            name,
-            f"dtype is {_str(w.dtype)} where a floating-point weight is due",
-            "Give the full-precision weight",
-        )
-
-
-def _block_name(row, index, leading, size_k, block_size) -> str:
-    """Words for a block: its place in the tensor and its columns."""
-    if block_size == "tensor":
-        return "the tensor"
-    place = []
-    for size in reversed(leading):
-        row, rest = divmod(row, size)
-        place.insert(0, rest)
-    at = f"row {place[-1]}" if len(place) == 1 else f"row {place}"
-    block = block_length(size_k, block_size)
-    first, last = index * block, min((index + 1) * block, size_k) - 1
-    return f"block {index} of {at} (columns {first} to {last})"
-
-
-def _raise_not_finite(rows, part, leading, size_k, block_size, name) -> None:
-    row, column = (~rows.isfinite()).nonzero()[0].tolist()
-    block = block_length(rows.shape[-1], block_size)
-    where = _block_name(part.start + row, column // block, leading, size_k, block_size)
-    raise TernaryFormatError(
-        name,
-        f"{where} holds {float(rows[row, column])}",
-        "A weight must be finite: check the source checkpoint",
-    )
