@@ -5,6 +5,7 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import QuantizationMethods
@@ -12,8 +13,13 @@ from vllm.model_executor.layers.quantization.base_config import (
     QuantizationConfig,
     QuantizeMethodBase,
 )
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from vllm.platforms import current_platform
 
+from .embedding import TernaryEmbeddingMethod
 from .linear import TernaryLinearMethod
 from .schemes import Scheme, SchemeTable
 
@@ -31,6 +37,8 @@ class TernaryConfig(QuantizationConfig):
     def __init__(self, schemes: SchemeTable):
         super().__init__()
         self.schemes = schemes
+        self.tied_embeddings = False
+        self.embedding_scheme: Scheme | None = None
 
     @classmethod
     def get_name(cls) -> QuantizationMethods:
@@ -56,7 +64,21 @@ class TernaryConfig(QuantizationConfig):
         Raises:
             TernaryConfigError: for an unknown key or an impossible value, by name.
         """
+        if not hasattr(torch.ops._C, "ternary_gemm"):
+            raise ValueError(
+                "The ternary kernels (vllm._ternary_C) did not load; the log says why "
+                "under `Failed to import from vllm._ternary_C`."
+            )
         return cls(SchemeTable.from_config(config))
+
+    def maybe_update_config(
+        self,
+        model_name: str,
+        hf_config: PreTrainedConfig | None = None,
+        revision: str | None = None,
+    ) -> None:
+        text_config = getattr(hf_config, "text_config", None) or hf_config
+        self.tied_embeddings = bool(getattr(text_config, "tie_word_embeddings", False))
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: "WeightsMapper") -> None:
         self.schemes.map_names(hf_to_vllm_mapper)
@@ -71,7 +93,23 @@ class TernaryConfig(QuantizationConfig):
             return TernaryLinearMethod(
                 scheme, self.schemes.strict, self.packed_modules_mapping
             )
+        if isinstance(layer, VocabParallelEmbedding):
+            scheme = self.vocab_scheme(prefix, isinstance(layer, ParallelLMHead))
+            if scheme is not None and scheme.kind == "ternary":
+                return TernaryEmbeddingMethod(scheme, self.schemes.strict)
         return None
+
+    def vocab_scheme(self, prefix: str, is_head: bool) -> Scheme | None:
+        """The scheme of an embedding or head, which only `module_overrides` gives.
+
+        A head tied to the embedding, which a model creates first, has the embedding's.
+        """
+        if is_head and self.tied_embeddings:
+            return self.embedding_scheme
+        scheme = self.schemes.explicit(prefix)
+        if not is_head:
+            self.embedding_scheme = scheme
+        return scheme
 
     def linear_scheme(self, prefix: str) -> Scheme:
         """The scheme of a linear layer, fused or not.
