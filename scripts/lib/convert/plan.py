@@ -154,11 +154,12 @@ def resolve(decision: Decision, options: Options) -> Ternary | torch.Tensor:
     if isinstance(value, Ternary):
         return _merged(value, decision)
     block, name = decision.block_size, weight.name
-    if decision.how == "lossless":
-        t, scale = quantize.find_ternary(value, block, decision.scale_dtype, name=name)
-    else:
-        quantize = {"absmean": format.quantize_absmean, "mse": format.quantize_mse}
-        t, scale = quantize[decision.how](value, block, decision.scale_dtype, name=name)
+    function = {
+        "lossless": quantize.find_ternary,
+        "absmean": quantize.quantize_absmean,
+        "mse": quantize.quantize_mse,
+    }[decision.how]
+    t, scale = function(value, block, decision.scale_dtype, name=name)
     return Ternary(t, scale, None, block)
 
 
