@@ -103,7 +103,8 @@ def test_mse_is_no_worse_than_a_scan_of_scales(block, k):
     for (index, values), got in zip(blocks_of(w, block), integers_of(t, block)):
         s = float(scale[index])
         error = ((values - s * np.array(got)) ** 2).sum()
-        for other in np.linspace(0, np.abs(values).max(), 400):
+        scan = np.linspace(0, np.abs(values).max(), 400).astype(np.float16)
+        for other in scan.astype(np.float64):
             best = np.where(2 * np.abs(values) > other, np.sign(values), 0)
             assert ((values - other * best) ** 2).sum() >= error * (1 - 1e-12)
 
