@@ -7,7 +7,10 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from vllm.model_executor.layers.quantization.utils import ternary_format as fmt
 
@@ -95,4 +98,31 @@ def write_qwen3_pair(
         }
     settings["quantization_config"] = quantization
     (ternary / "config.json").write_text(json.dumps(settings, indent=2))
+    for model_folder in (ternary, plain):
+        _tokenizer(config.vocab_size).save_pretrained(model_folder)
     return ternary, plain
+
+
+def dequantized_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All weights of a ternary checkpoint in float32, under their plain names."""
+    settings = json.loads((folder / "config.json").read_text())
+    block_size = settings["quantization_config"].get("block_size", 128)
+    weights: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        weights |= load_file(file)
+    for name in [n for n in weights if n.endswith(".packed_ternary_weight")]:
+        module = name.removesuffix(".packed_ternary_weight")
+        scale = weights.pop(f"{module}.weight_scale")
+        zero_point = weights.pop(f"{module}.weight_zero_point", None)
+        packed = weights.pop(name)
+        # K of a real model is a multiple of 4, so that the bytes tell it.
+        t = fmt.unpack(packed, 4 * packed.shape[1])
+        weights[f"{module}.weight"] = fmt.dequantize(t, scale, zero_point, block_size)
+    return weights
+
+
+def _tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    words = WordLevel({f"t{i}": i for i in range(vocab_size)}, unk_token="t0")
+    tokenizer = Tokenizer(words)
+    tokenizer.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0")

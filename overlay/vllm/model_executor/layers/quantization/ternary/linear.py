@@ -26,6 +26,7 @@ from vllm.model_executor.layers.quantization.utils.ternary_layout import (
 )
 from vllm.model_executor.utils import replace_parameter
 
+from .activations import apply_int8_activations, register_input_norm
 from .parameters import (
     PACKED,
     SCALE,
@@ -86,6 +87,8 @@ class TernaryLinearMethod(LinearMethodBase):
         layer.ternary_block_size = (
             -(-layer.ternary_size_k // 4) * 4 if isinstance(block, str) else block
         )
+        if self.scheme.input_norm is not None:
+            register_input_norm(layer, output_partition_sizes, params_dtype)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         packed, scale = getattr(layer, PACKED).data, getattr(layer, SCALE).data
@@ -95,6 +98,8 @@ class TernaryLinearMethod(LinearMethodBase):
             self._check_values(layer, packed, scale, zero_point)
         else:
             scale.abs_()
+        if self.scheme.activation_bits == 8 and scale.dtype == torch.bfloat16:
+            scale = scale.float()  # exact; the integer kernels have no bfloat16 scale
         tensors = encode_layout(
             packed, scale, zero_point, layer.ternary_size_k, layer.ternary_block_size
         )
@@ -109,18 +114,22 @@ class TernaryLinearMethod(LinearMethodBase):
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x [..., K] of any strides -> [..., N] in the dtype of x."""
-        if layer.ternary_lead:
-            x = F.pad(x, (layer.ternary_lead, 0))
-        out = ops.ternary_gemm(
-            x.reshape(-1, layer.ternary_size_k),
-            getattr(layer, PACKED),
-            getattr(layer, SCALE),
-            getattr(layer, ZERO_POINT, None),
-            bias,
-            layer.ternary_size_n,
-            layer.ternary_size_k,
-            layer.ternary_block_size,
-        )
+        rows = x.reshape(-1, x.size(-1))
+        if self.scheme.activation_bits == 8:
+            out = apply_int8_activations(layer, rows, bias, getattr(layer, PACKED))
+        else:
+            if layer.ternary_lead:
+                rows = F.pad(rows, (layer.ternary_lead, 0))
+            out = ops.ternary_gemm(
+                rows,
+                getattr(layer, PACKED),
+                getattr(layer, SCALE),
+                getattr(layer, ZERO_POINT, None),
+                bias,
+                layer.ternary_size_n,
+                layer.ternary_size_k,
+                layer.ternary_block_size,
+            )
         return out.view(*x.shape[:-1], layer.ternary_size_n)
 
     def unpacked_weight(
@@ -133,7 +142,7 @@ class TernaryLinearMethod(LinearMethodBase):
             this rank.
         """
         zero_point = getattr(layer, ZERO_POINT, None)
-        return decode_layout(
+        packed, scale, zero_point = decode_layout(
             getattr(layer, PACKED).data,
             getattr(layer, SCALE).data,
             None if zero_point is None else zero_point.data,
@@ -141,6 +150,7 @@ class TernaryLinearMethod(LinearMethodBase):
             layer.ternary_size_k,
             layer.ternary_block_size,
         )
+        return packed, scale.to(getattr(torch, self.scheme.scale_dtype)), zero_point
 
     def _check_values(
         self,

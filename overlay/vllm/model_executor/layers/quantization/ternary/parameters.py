@@ -37,7 +37,7 @@ from .schemes import Scheme
 PACKED = "packed_ternary_weight"
 SCALE = "weight_scale"
 ZERO_POINT = "weight_zero_point"
-TENSORS = (PACKED, SCALE, ZERO_POINT)
+TENSORS = (PACKED, SCALE, ZERO_POINT)  # of any layer; a scheme may add a norm
 
 _SHARD_INDEX = {"q": 0, "k": 1, "v": 2}
 # Loaders that fill the parameters without calling a weight loader.
@@ -120,7 +120,8 @@ def register_parameters(
     Registers `packed_ternary_weight` uint8 [N, ceil(K / 4)], `weight_scale`
     [N, blocks] and, with a zero point, `weight_zero_point` float32 [N, blocks], where
     N and K are this rank's. One scale for a whole tensor is loaded as one a row,
-    because a fused layer has one for each of its parts. Sets `layer.ternary_cut`.
+    because a fused layer has one for each of its parts. Sets `layer.ternary_cut`, and
+    `layer.ternary_tensors`, the names that a checkpoint must have.
 
     Args:
         layer: a linear layer or a vocabulary embedding.
@@ -143,6 +144,7 @@ def register_parameters(
     }
     if scheme.zero_point:
         tensors[ZERO_POINT] = (TernaryScaleParameter, torch.float32, width)
+    layer.ternary_tensors = list(tensors)
     for name, (cls, dtype, columns) in tensors.items():
         param = cls(
             cut=cut,
@@ -203,11 +205,17 @@ def part_names(layer: torch.nn.Module) -> list[str]:
     return list(layer.ternary_packed_modules.get(layer.prefix.rpartition(".")[2], ()))
 
 
+def shard_index(shard_id: Any) -> int | None:
+    """Position of a shard among the layer's parts, or None for all of them."""
+    index = _SHARD_INDEX.get(shard_id, shard_id)
+    return index if isinstance(index, int) else None
+
+
 def checkpoint_name(layer: torch.nn.Module, shard_id: Any) -> str:
     """Module name in the checkpoint that a shard of the layer comes from."""
     parts = part_names(layer)
-    index = _SHARD_INDEX.get(shard_id, shard_id)
-    if isinstance(index, int) and index < len(parts):
+    index = shard_index(shard_id)
+    if index is not None and index < len(parts):
         return f"{layer.prefix.rpartition('.')[0]}.{parts[index]}".lstrip(".")
     return layer.prefix
 
@@ -249,8 +257,8 @@ def check_all_loaded(layer: torch.nn.Module) -> bool:
         every = {None}
     missing = [
         f"{checkpoint_name(layer, part)}.{name}"
-        for name in TENSORS
-        if hasattr(layer, name) and None not in loaded.get(name, ())
+        for name in layer.ternary_tensors
+        if None not in loaded.get(name, ())
         for part in sorted(every - loaded.get(name, set()), key=str)
     ]
     if missing:

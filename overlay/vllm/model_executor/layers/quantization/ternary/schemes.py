@@ -71,16 +71,29 @@ class Scheme:
             )
         bits = self.activation_bits
         if bits is not None and (isinstance(bits, bool) or bits != 8):
-            raise TernaryConfigError(_bad("activation_bits", bits, "8, or leave it out"))
+            raise TernaryConfigError(
+                _bad("activation_bits", bits, "8, or leave it out")
+            )
+        if bits == 8 and self.zero_point:
+            raise TernaryConfigError(
+                _bad("zero_point", True, "false where activation_bits is 8")
+            )
         if self.scale_dtype not in SCALE_DTYPES:
             raise TernaryConfigError(
                 _bad("scale_dtype", self.scale_dtype, f"one of {SCALE_DTYPES}")
             )
         if self.input_norm is not None:
             known = {"name", "eps"}
-            if not isinstance(self.input_norm, Mapping) or set(self.input_norm) != known:
+            if (
+                not isinstance(self.input_norm, Mapping)
+                or set(self.input_norm) != known
+            ):
                 raise TernaryConfigError(
                     _bad("input_norm", self.input_norm, 'the keys "name" and "eps"')
+                )
+            if bits != 8:
+                raise TernaryConfigError(
+                    _bad("activation_bits", bits, "8 where input_norm is given")
                 )
 
     def blocks_along(self, size_k: int) -> int:
@@ -214,8 +227,7 @@ class SchemeTable:
                 raise TernaryConfigError(_bad(where, settings, "a mapping of settings"))
             _refuse_unknown(settings, _SCHEME_KEYS, where)
             try:
-                overrides[pattern] = replace(default, kind="ternary") if not settings \
-                    else replace(default, **settings)
+                overrides[pattern] = replace(default, **settings)
             except TernaryConfigError as e:
                 raise TernaryConfigError(f"{where}: {e}") from None
         return cls(default, strict, list(not_convert), overrides)
