@@ -50,6 +50,7 @@ def write_qwen3_pair(
 
     Returns:
         (ternary, dequantized): model directories, the second float32.
+
     """
     torch.manual_seed(seed)
     config = Qwen3Config(

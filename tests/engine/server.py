@@ -50,6 +50,7 @@ def serve(model: Path, log: Path, *args: str) -> Iterator[openai.OpenAI]:
 
     Raises:
         RuntimeError: the server ended or did not become healthy; holds its log's end.
+
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -79,6 +79,7 @@ def register_input_norm(
         layer: a linear layer whose ternary parameters are registered.
         part_sizes: rows of each fused module on this rank.
         dtype: of the norm weights.
+
     """
     norm = layer.ternary_scheme.input_norm
     layer.add_module(norm["name"], InputNorm(layer, len(part_sizes), dtype))
@@ -93,7 +94,7 @@ def apply_int8_activations(
     bias: torch.Tensor | None,
     packed: torch.Tensor,
 ) -> torch.Tensor:
-    """x [M, K] -> [M, N], with x quantized per token over all inputs of the layer."""
+    """X [M, K] -> [M, N], with x quantized per token over all inputs of the layer."""
     norm = layer.ternary_scheme.input_norm
     norm_weight = None if norm is None else getattr(layer, norm["name"]).weight
     if x.size(1) != layer.input_size:

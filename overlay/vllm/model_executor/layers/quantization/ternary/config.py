@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedConfig
 
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import QuantizationMethods
 from vllm.model_executor.layers.quantization.base_config import (
@@ -21,6 +22,7 @@ from vllm.platforms import current_platform
 
 from .embedding import TernaryEmbeddingMethod
 from .linear import TernaryLinearMethod
+from .moe import TernaryMoEMethod, expert_schemes
 from .schemes import Scheme, SchemeTable
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ class TernaryConfig(QuantizationConfig):
 
     Args:
         schemes: the parsed `quantization_config` of the checkpoint.
+
     """
 
     def __init__(self, schemes: SchemeTable):
@@ -63,6 +66,7 @@ class TernaryConfig(QuantizationConfig):
 
         Raises:
             TernaryConfigError: for an unknown key or an impossible value, by name.
+
         """
         if not hasattr(torch.ops._C, "ternary_gemm"):
             raise ValueError(
@@ -93,6 +97,11 @@ class TernaryConfig(QuantizationConfig):
             return TernaryLinearMethod(
                 scheme, self.schemes.strict, self.packed_modules_mapping
             )
+        if isinstance(layer, RoutedExperts):
+            schemes = expert_schemes(self.schemes, layer, prefix)
+            if schemes["w2"].kind == "unquantized":
+                return None
+            return TernaryMoEMethod(layer.moe_config, schemes, self.schemes.strict)
         if isinstance(layer, VocabParallelEmbedding):
             scheme = self.vocab_scheme(prefix, isinstance(layer, ParallelLMHead))
             if scheme is not None and scheme.kind == "ternary":
@@ -116,6 +125,7 @@ class TernaryConfig(QuantizationConfig):
 
         Raises:
             TernaryConfigError: when the parts of a fused layer are stored differently.
+
         """
         parent, _, name = prefix.rpartition(".")
         parts = self.packed_modules_mapping.get(name)

@@ -47,6 +47,7 @@ class TernaryLinearMethod(LinearMethodBase):
         scheme: how the checkpoint stores the layer.
         strict: refuse the reserved code 3 instead of reading it as 0.
         packed_modules: fused layer name -> names of the checkpoint's modules.
+
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class TernaryLinearMethod(LinearMethodBase):
         x: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x [..., K] of any strides -> [..., N] in the dtype of x."""
+        """X [..., K] of any strides -> [..., N] in the dtype of x."""
         rows = x.reshape(-1, x.size(-1))
         if self.scheme.activation_bits == 8:
             out = apply_int8_activations(layer, rows, bias, getattr(layer, PACKED))
@@ -140,6 +141,7 @@ class TernaryLinearMethod(LinearMethodBase):
         Returns:
             (packed uint8 [N, ceil(K / 4)], scale [N, blocks], zero point or None) of
             this rank.
+
         """
         zero_point = getattr(layer, ZERO_POINT, None)
         packed, scale, zero_point = decode_layout(
@@ -163,6 +165,7 @@ class TernaryLinearMethod(LinearMethodBase):
 
         Raises:
             TernaryFormatError: names the tensor, the row and block, and the value.
+
         """
         size_k, block = layer.ternary_size_k, layer.ternary_block_size
         rows = (packed.shape[0],)

@@ -42,8 +42,13 @@ from vllm.platforms import current_platform
 
 from .moe_forward import CPU_ACTIVATIONS, Projection, ternary_experts
 from .parameters import PACKED, SCALE, TENSORS, ZERO_POINT, InputCut, loads_no_tensors
-from .schemes import UNQUANTIZED, Scheme, SchemeTable, TernaryConfigError
-from .schemes import matches_not_convert
+from .schemes import (
+    UNQUANTIZED,
+    Scheme,
+    SchemeTable,
+    TernaryConfigError,
+    matches_not_convert,
+)
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -64,6 +69,7 @@ def expert_schemes(
 
     Raises:
         TernaryConfigError: experts that one kernel cannot compute together.
+
     """
     if table.explicit(prefix) is None and matches_not_convert(
         prefix, table.not_convert
@@ -115,6 +121,7 @@ class TernaryMoEMethod(FusedMoEMethodBase):
 
     Raises:
         ValueError: a feature that ternary experts do not have, and why.
+
     """
 
     def __init__(
@@ -226,7 +233,7 @@ class TernaryMoEMethod(FusedMoEMethodBase):
         shared_experts: "SharedExperts | None",
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
-        """x [M, H] and its routing [M, T] -> the weighted sum of the experts [M, H]."""
+        """X [M, H] and its routing [M, T] -> the weighted sum of the experts [M, H]."""
         return ternary_experts(
             x,
             topk_weights,
@@ -261,6 +268,7 @@ class TernaryMoEMethod(FusedMoEMethodBase):
         Returns:
             (packed uint8 [E, N, ceil(K / 4)], scale [E, N, blocks], zero point or
             None) of this rank.
+
         """
         p = self.projection(layer, projection)
         experts = [
@@ -349,6 +357,7 @@ def _load_expert(
 
     Raises:
         TernaryFormatError: wrong dtype or shape, naming the tensor and the remedy.
+
     """
     local = layer._map_global_expert_id_to_local_expert_id(expert_id)
     if local == -1:
@@ -411,6 +420,7 @@ def _check_all_loaded(layer: "RoutedExperts") -> bool:
 
     Raises:
         TernaryFormatError: the checkpoint lacks tensors, by name.
+
     """
     loaded, layer.ternary_loaded = layer.ternary_loaded, set()
     if not loaded and loads_no_tensors():
@@ -444,10 +454,11 @@ def _refuse_unsupported(moe: FusedMoEConfig, schemes: dict[str, Scheme]) -> None
             "quantization_config: input_norm is not supported for the experts of a "
             "mixture-of-experts layer."
         )
-    if any(s.zero_point and s.activation_bits for s in schemes.values()):
+    if schemes["w2"].activation_bits and moe.tp_size > 1:
         raise ValueError(
-            "quantization_config: experts cannot have both zero_point and "
-            "activation_bits: the 8-bit kernel knows no zero points."
+            f"tensor_parallel_size is {moe.tp_size}: experts with activation_bits 8 "
+            "quantize a token over all inputs of the down projection, which tensor "
+            "parallelism would cut. Add --enable-expert-parallel."
         )
     if moe.dp_size > 1:
         raise ValueError(

@@ -53,6 +53,7 @@ class Projection:
         block_size: weights along K that share a scale.
         activation_bits: 16, or 8 for int8 per token.
         lead: zeros to put in front of the activation, see `InputCut`.
+
     """
 
     weight: torch.Tensor
@@ -66,7 +67,7 @@ class Projection:
     lead: int
 
     def matmul(self, x: torch.Tensor, expert: int) -> torch.Tensor:
-        """x [M, K] times the transposed weight of one expert: [M, N]."""
+        """X [M, K] times the transposed weight of one expert: [M, N]."""
         zero_point = self.zero_point
         return self._gemm(
             x,
@@ -78,7 +79,7 @@ class Projection:
         )
 
     def matmul_gathered(self, x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """x [1 or T, K] times the weights of the experts [T]: [1 or T, T, N]."""
+        """X [1 or T, K] times the weights of the experts [T]: [1 or T, T, N]."""
         count = experts.shape[0]
         weight = self.weight.index_select(0, experts).flatten(0, 1)
         scale = _side_by_side(self.scale.index_select(0, experts))
@@ -104,9 +105,7 @@ class Projection:
             x = F.pad(x, (self.lead, 0))
         size = (size_n, self.size_k, self.block_size)
         if self.activation_bits == 8:
-            return ops.ternary_gemm_w2a8(
-                x, weight, scale, bias, None, None, 0.0, *size
-            )
+            return ops.ternary_gemm_w2a8(x, weight, scale, bias, None, None, 0.0, *size)
         return ops.ternary_gemm(x, weight, scale, zero_point, bias, *size)
 
 
@@ -139,6 +138,7 @@ def ternary_experts(
 
     Returns:
         [M, H] in the dtype of x.
+
     """
     if expert_map is not None:
         topk_ids = expert_map[topk_ids.long()]

@@ -129,6 +129,7 @@ def register_parameters(
         size_n: rows of this rank.
         size_k: inputs of this rank.
         weight_loader: vLLM's loader of the layer, which decides the cut.
+
     """
     # Only row-parallel layers hold fewer inputs than the checkpoint has.
     rank = layer.tp_rank if size_k != layer.input_size else 0
@@ -166,6 +167,7 @@ def _load_checked(
 
     Raises:
         TernaryFormatError: wrong dtype or shape, naming the tensor and the remedy.
+
     """
     shard_id = shard[0] if shard else kwargs.get("loaded_shard_id")
     block = layer.ternary_scheme.block_size
@@ -245,9 +247,10 @@ def check_all_loaded(layer: torch.nn.Module) -> bool:
 
     Raises:
         TernaryFormatError: the checkpoint lacks one of them, by name.
+
     """
     loaded, layer.ternary_loaded = layer.ternary_loaded, {}
-    if not loaded and _load_format() in _BYPASSING_LOAD_FORMATS:
+    if not loaded and loads_no_tensors():
         return False
     if hasattr(layer, "total_num_kv_heads"):
         every: set[Any] = {"q", "k", "v"}
@@ -271,6 +274,10 @@ def check_all_loaded(layer: torch.nn.Module) -> bool:
     return True
 
 
-def _load_format() -> str | None:
+def loads_no_tensors() -> bool:
+    """Whether the load format fills parameters without a weight loader."""
     config = get_current_vllm_config_or_none()
-    return None if config is None else str(config.load_config.load_format)
+    return (
+        config is not None
+        and str(config.load_config.load_format) in _BYPASSING_LOAD_FORMATS
+    )

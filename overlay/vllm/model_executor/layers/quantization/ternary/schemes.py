@@ -34,6 +34,7 @@ class Scheme:
         scale_dtype: dtype name of the stored scales.
         input_norm: {"name": ..., "eps": ...} of an RMSNorm on the layer's input,
             stored as `<module>.<name>.weight`, or None.
+
     """
 
     kind: Literal["ternary", "int8", "unquantized"] = "ternary"
@@ -163,6 +164,7 @@ def matches_override(name: str, pattern: str) -> bool:
         name: full module name, such as "model.layers.0.mlp.down_proj".
         pattern: the exact name, a dotted prefix of it, or "re:" followed by a
             regular expression that matches the whole name.
+
     """
     if pattern.startswith("re:"):
         try:
@@ -194,6 +196,7 @@ class SchemeTable:
 
         Raises:
             TernaryConfigError: for an unknown key or an impossible value, by name.
+
         """
         method = config.get("quant_method", "ternary")
         if method != "ternary":
@@ -256,6 +259,7 @@ class SchemeTable:
         Raises:
             TernaryConfigError: when the parts differ, since one layer is computed
                 by one kernel.
+
         """
         if (scheme := self.explicit(name)) is not None:
             return scheme
@@ -276,6 +280,7 @@ class SchemeTable:
         Args:
             mapper: vLLM's `WeightsMapper`. Regular expressions are left as written
                 and match the name in vLLM.
+
         """
         plain = [p for p in self.overrides if not p.startswith("re:")]
         renamed = dict(zip(plain, (mapper.apply_list([p]) or [p] for p in plain)))

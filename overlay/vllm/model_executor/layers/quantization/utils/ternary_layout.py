@@ -38,6 +38,7 @@ def encode_layout(
 
     Raises:
         ValueError: for a device that has no ternary kernels.
+
     """
     return _layout(packed).encode(packed, scale, zero_point, size_k, block_size)
 
@@ -51,9 +52,7 @@ def decode_layout(
     block_size: int,
 ) -> Tensors:
     """The exact inverse of `encode_layout`, for weights [size_n, size_k]."""
-    return _layout(weight).decode(
-        weight, scale, zero_point, size_n, size_k, block_size
-    )
+    return _layout(weight).decode(weight, scale, zero_point, size_n, size_k, block_size)
 
 
 def _layout(tensor: torch.Tensor) -> ModuleType:
