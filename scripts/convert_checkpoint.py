@@ -3,9 +3,11 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Converts a checkpoint to the `ternary` format that the patched vLLM serves.
 
-SOURCE is a Hugging Face model directory. Weights that hold nothing but -s, 0 and
-+s in each block are converted without loss; others are refused, or quantized with
---quantize, which costs much accuracy unless the model was trained for it.
+SOURCE is a directory with safetensors (floating point, Hugging Face bitnet, or MLX
+2-bit) or a GGUF file (TQ1_0, TQ2_0, Q2_0, PQ2_0); which one is found out. Weights that
+hold nothing but -s, 0 and +s in each block are converted without loss; others are
+refused, or quantized with --quantize, which costs much accuracy unless the model was
+trained for it.
 """
 
 import argparse
@@ -39,7 +41,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("source", type=Path, metavar="SOURCE", help="model directory to convert")
+    add("source", type=Path, metavar="SOURCE", help="model directory or GGUF file")
     add(
         "dest",
         type=Path,
@@ -85,6 +87,25 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "ternary there (default), yes (or the bare option) always, no never",
     )
     add(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="GGUF: directory with the tokenizer (default: the one in the metadata)",
+    )
+    add(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="GGUF: config.json of the model (default: made of the metadata)",
+    )
+    add(
+        "--dtype",
+        choices=_DTYPES,
+        default="bfloat16",
+        help="GGUF: dtype for config.json, in which vLLM then computes (default: "
+        "%(default)s)",
+    )
+    add(
         "--max-shard-size",
         type=_size,
         default="5GB",
@@ -123,7 +144,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not args.dry_run:
             check_destination(args.source, args.dest, args.overwrite)
-        plan = make_plan(open_source(args.source), options, progress)
+        source = open_source(args.source, args.tokenizer, args.config, args.dtype)
+        plan = make_plan(source, options, progress)
         if not args.dry_run:
             plan = execute(
                 plan,

@@ -5,21 +5,50 @@
 from pathlib import Path
 
 from .errors import ConversionError
-from .hf_safetensors import SafetensorsSource, read_config
+from .gguf_source import GgufSource
+from .hf_bitnet import BitNetSource, NormedBitNetSource
+from .hf_safetensors import SafetensorsSource, read_config, read_tensors
+from .mlx import MlxSource
 from .model import Source
 
 
-def open_source(path: Path) -> Source:
-    """Opens SOURCE, whose format is told by its config.json."""
+def open_source(
+    path: Path,
+    tokenizer: Path | None = None,
+    config_file: Path | None = None,
+    dtype: str = "bfloat16",
+) -> Source:
+    """Opens SOURCE: a GGUF file, or a directory whose format is told by its
+    config.json. The other arguments are for GGUF."""
     if not path.exists():
         raise ConversionError(f"{path} does not exist.")
+    if path.is_dir() and not (path / "config.json").exists():
+        files = sorted(path.glob("*.gguf"))
+        if len(files) == 1:
+            path = files[0]
+        elif files:
+            raise ConversionError(
+                f"{path} holds {len(files)} GGUF files. Name the one to convert."
+            )
     if not path.is_dir():
-        raise ConversionError(f"{path} is not a model directory.")
+        return GgufSource.open(
+            path, tokenizer=tokenizer, config=config_file, dtype=dtype
+        )
+    if tokenizer or config_file:
+        raise ConversionError(
+            "--tokenizer and --config are for GGUF files; a directory has its own."
+        )
     config = read_config(path)
+    if "quantization" in config:
+        return MlxSource.open(path, config)
     quantization = config.get("quantization_config")
     if not quantization:
+        if NormedBitNetSource.recognizes(read_tensors(path)):
+            return NormedBitNetSource.open(path, config)
         return SafetensorsSource.open(path, config)
     method = quantization.get("quant_method")
+    if method == "bitnet":
+        return BitNetSource.open(path, config)
     if method == "ternary":
         raise ConversionError(f"{path} is a ternary checkpoint already.")
     raise ConversionError(

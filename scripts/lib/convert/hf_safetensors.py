@@ -14,9 +14,10 @@ from .model import Plain, Source, Weight, files_to_carry
 from .safetensors_io import NAMES, StoredTensor, read_checkpoint
 
 
-def read_config(directory: Path) -> dict[str, Any]:
-    """config.json as a dictionary; raises ConversionError if there is none."""
-    path = directory / "config.json"
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json (or that of a directory) as a dictionary; raises ConversionError
+    if there is none."""
+    path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise ConversionError(
             f"{path} is not there. SOURCE must be a model directory as downloaded "

@@ -152,7 +152,11 @@ def resolve(decision: Decision, options: Options) -> Ternary | torch.Tensor:
             )
         return value
     if isinstance(value, Ternary):
-        return _merged(value, decision)
+        value = _merged(value, decision)
+        if decision.zero_point_dtype is not None and value.zero_point is None:
+            zeros = torch.zeros(value.scale.shape, dtype=decision.zero_point_dtype)
+            value = replace(value, zero_point=zeros)
+        return value
     block, name = decision.block_size, weight.name
     function = {
         "lossless": quantize.find_ternary,
@@ -172,10 +176,10 @@ def _decide(
     embedding = names.is_embedding(module)
     if embedding and options.embeddings == "no":
         return Decision(weight, "unquantized", "embedding")
-    if weight.native:
-        return _decide_native(weight, options)
     if not embedding and not names.is_block_linear(module):
         return Decision(weight, "unquantized", "not in a transformer block")
+    if weight.native:
+        return _decide_native(weight, options)
     block = options.block_size or format.DEFAULT_BLOCK_SIZE
     dtype = options.scale_dtype or torch.float16
     lossless = Decision(weight, "ternary", "lossless", block, None, dtype)
@@ -249,9 +253,7 @@ def _merged(value: Ternary, decision: Decision) -> Ternary:
     def merge(x: torch.Tensor | None) -> torch.Tensor | None:
         return None if x is None else format.merge_blocks(x, size_k, old, new)
 
-    scale = merge(value.scale)
-    assert scale is not None
-    return Ternary(value.t, scale, merge(value.zero_point), new)
+    return Ternary(value.t, merge(value.scale), merge(value.zero_point), new)
 
 
 def _settle_groups(
@@ -272,6 +274,13 @@ def _settle_groups(
                 changed[part.weight.module] = replace(
                     part, block_size=64, mergeable=False
                 )
+        dtypes = {p.zero_point_dtype for p in parts if p.kind == "ternary"}
+        if len(dtypes) > 1:
+            wanted = next(d for d in dtypes if d is not None)
+            for part in parts:
+                if part.kind == "ternary" and part.zero_point_dtype is None:
+                    part = changed.get(part.weight.module, part)
+                    changed[part.weight.module] = replace(part, zero_point_dtype=wanted)
         final = [changed.get(p.weight.module, p) for p in parts]
         first = final[0]
         for other in final[1:]:
