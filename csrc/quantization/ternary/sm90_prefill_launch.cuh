@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// Host side of the Hopper prefill kernels: tensor maps and the launch.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <stdexcept>
+#include <string>
+
+#include "sm90_prefill_kernel.cuh"
+
+namespace vllm::ternary::sm90 {
+
+// How one product is cut up. `tokens` x 64 `row_tiles` is the output tile of a
+// thread block; see Config for warpgroups and tiles.
+struct Plan {
+  int warpgroups, tiles, tokens;
+  int split;      // blocks that share a tile along K: 1, 2, 4, 8
+  int multicast;  // blocks that share the tokens' loads: 1, 2, 4
+};
+
+inline void check(cudaError_t e, const char* what) {
+  if (e != cudaSuccess) {
+    throw std::runtime_error(std::string("ternary prefill: ") + what + ": " +
+                             cudaGetErrorString(e));
+  }
+}
+
+using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
+
+// The driver's encoder, found at run time so that nothing links libcuda.
+inline EncodeTiled encode_tiled() {
+  static const EncodeTiled fn = [] {
+    void* p = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &p, 12000,
+                                           cudaEnableDefault, &found),
+          "cuTensorMapEncodeTiled");
+    if (found != cudaDriverEntryPointSuccess) {
+      throw std::runtime_error(
+          "ternary prefill: the driver has no cuTensorMapEncodeTiled");
+    }
+    return reinterpret_cast<EncodeTiled>(p);
+  }();
+  return fn;
+}
+
+// A row-major [rows, cols] tensor read in boxes of [box_rows, box_cols]; what
+// lies outside reads as zero.
+inline CUtensorMap make_map(CUtensorMapDataType type, int element_bytes,
+                            const void* base, uint64_t rows, uint64_t cols,
+                            uint64_t row_stride, uint32_t box_rows,
+                            uint32_t box_cols, CUtensorMapSwizzle swizzle) {
+  CUtensorMap map;
+  const cuuint64_t dims[2] = {cols, rows};
+  const cuuint64_t strides[1] = {row_stride * element_bytes};
+  const cuuint32_t box[2] = {box_cols, box_rows};
+  const cuuint32_t steps[2] = {1, 1};
+  const CUresult r = encode_tiled()(
+      &map, type, 2, const_cast<void*>(base), dims, strides, box, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (r != CUDA_SUCCESS) {
+    throw std::runtime_error("ternary prefill: cuTensorMapEncodeTiled failed (" +
+                             std::to_string(int(r)) + ")");
+  }
+  return map;
+}
+
+// Token tiles that are walked before the next group of rows: enough that a wave
+// of blocks is about as wide as it is high, few enough to stay in the L2 cache.
+constexpr int kTokenGroup = 8;
+
+template <typename C>
+void launch(const PrefillArgs& a, const Plan& plan, int num_sms, bool dependent) {
+  const int cluster_size = plan.split * plan.multicast;
+  KernelParams p{};
+  p.bias = a.bias;
+  p.y = a.y;
+  p.ldy = a.ldy;
+  p.M = a.M;
+  p.N = a.N;
+  p.k_blocks = a.K_pad / 128;
+  const int rows = C::kRowTiles * plan.multicast;
+  p.row_groups = (a.N_pad / 64 + rows - 1) / rows;
+  p.token_tiles = (a.M + C::kTokens - 1) / C::kTokens;
+  p.token_group = p.token_tiles < kTokenGroup ? p.token_tiles : kTokenGroup;
+  p.split = plan.split;
+  p.multicast = plan.multicast;
+  for (int g = C::kTokens / 8 / plan.split; g > 1; g /= 2) ++p.groups_log2;
+  p.num_tiles = p.row_groups * p.token_tiles;
+  p.num_clusters = plan.split > 1 ? p.num_tiles
+                                  : std::min(p.num_tiles, num_sms / cluster_size);
+  p.scale_dtype = a.scale_dtype;
+  p.blocks_per_scale = a.num_blocks == 1 ? p.k_blocks : a.block_size / 128;
+  p.scales_per_block = a.num_blocks > 1 && a.block_size < 128
+                           ? 128 / a.block_size : 1;
+  const bool wide = a.scale_dtype == DType::kFloat;
+  const bool half = a.dtype == DType::kHalf;
+  const int scale_bytes = wide ? 4 : 2;
+  p.stage_tx_bytes = 2 * C::kHalfBytes + C::kCodeBytes +
+                     C::kRowTiles * 64 * scale_bytes * p.scales_per_block;
+
+  const CUtensorMap x_map = make_map(
+      half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+      2, a.x, a.M, a.K, a.ldx, C::kTokens / plan.multicast, 64,
+      CU_TENSOR_MAP_SWIZZLE_128B);
+  const CUtensorMap w_map = make_map(
+      CU_TENSOR_MAP_DATA_TYPE_INT32, 4, a.weight, a.N_pad / 16, a.K_pad,
+      a.K_pad, C::kRowTiles * 4, 128, CU_TENSOR_MAP_SWIZZLE_NONE);
+  const CUtensorMap s_map = make_map(
+      wide ? CU_TENSOR_MAP_DATA_TYPE_INT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16,
+      scale_bytes, a.scale, a.num_blocks, a.N_pad, a.N_pad, p.scales_per_block,
+      C::kRowTiles * 64, CU_TENSOR_MAP_SWIZZLE_NONE);
+
+  auto* kernel = &prefill_kernel<C>;
+  // Once per device; setting it twice does no harm.
+  static std::atomic<uint64_t> prepared{0};
+  const uint64_t bit = uint64_t(1) << (a.device & 63);
+  if (!(prepared.load(std::memory_order_relaxed) & bit)) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               C::kSmemBytes),
+          "shared memory");
+    prepared.fetch_or(bit, std::memory_order_relaxed);
+  }
+
+  cudaLaunchAttribute attrs[2];
+  unsigned n = 0;
+  if (cluster_size > 1) {
+    attrs[n].id = cudaLaunchAttributeClusterDimension;
+    attrs[n].val.clusterDim.x = cluster_size;
+    attrs[n].val.clusterDim.y = attrs[n].val.clusterDim.z = 1;
+    ++n;
+  }
+  if (dependent) {
+    attrs[n].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attrs[n].val.programmaticStreamSerializationAllowed = 1;
+    ++n;
+  }
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(p.num_clusters * cluster_size);
+  config.blockDim = dim3(C::kThreads);
+  config.dynamicSmemBytes = C::kSmemBytes;
+  config.stream = a.stream;
+  config.attrs = attrs;
+  config.numAttrs = n;
+  check(cudaLaunchKernelEx(&config, kernel, x_map, w_map, s_map, p), "launch");
+}
+
+}  // namespace vllm::ternary::sm90
