@@ -20,10 +20,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.platforms import current_platform
 
+from .checkpoint_files import check_safetensors_files
 from .embedding import TernaryEmbeddingMethod
+from .int8 import TernaryInt8LinearMethod
 from .linear import TernaryLinearMethod
+from .load_report import LoadReport
 from .moe import TernaryMoEMethod, expert_schemes
-from .schemes import Scheme, SchemeTable
+from .schemes import UNQUANTIZED, Scheme, SchemeTable
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.utils import WeightsMapper
@@ -42,6 +45,7 @@ class TernaryConfig(QuantizationConfig):
         self.schemes = schemes
         self.tied_embeddings = False
         self.embedding_scheme: Scheme | None = None
+        self.report = LoadReport()
 
     @classmethod
     def get_name(cls) -> QuantizationMethods:
@@ -81,6 +85,7 @@ class TernaryConfig(QuantizationConfig):
         hf_config: PreTrainedConfig | None = None,
         revision: str | None = None,
     ) -> None:
+        check_safetensors_files(model_name)
         text_config = getattr(hf_config, "text_config", None) or hf_config
         self.tied_embeddings = bool(getattr(text_config, "tie_word_embeddings", False))
 
@@ -90,23 +95,35 @@ class TernaryConfig(QuantizationConfig):
     def get_quant_method(
         self, layer: torch.nn.Module, prefix: str
     ) -> QuantizeMethodBase | None:
+        strict, packed_modules = self.schemes.strict, self.packed_modules_mapping
+        method: QuantizeMethodBase | None = None
         if isinstance(layer, LinearBase):
             scheme = self.linear_scheme(prefix)
-            if scheme.kind == "unquantized":
-                return UnquantizedLinearMethod()
-            return TernaryLinearMethod(
-                scheme, self.schemes.strict, self.packed_modules_mapping
-            )
-        if isinstance(layer, RoutedExperts):
+            if scheme.kind == "ternary":
+                method = TernaryLinearMethod(scheme, strict, packed_modules)
+            elif scheme.kind == "int8":
+                method = TernaryInt8LinearMethod(scheme, prefix, packed_modules)
+            else:
+                method = UnquantizedLinearMethod()
+        elif isinstance(layer, RoutedExperts):
             schemes = expert_schemes(self.schemes, layer, prefix)
-            if schemes["w2"].kind == "unquantized":
-                return None
-            return TernaryMoEMethod(layer.moe_config, schemes, self.schemes.strict)
-        if isinstance(layer, VocabParallelEmbedding):
-            scheme = self.vocab_scheme(prefix, isinstance(layer, ParallelLMHead))
-            if scheme is not None and scheme.kind == "ternary":
-                return TernaryEmbeddingMethod(scheme, self.schemes.strict)
-        return None
+            scheme = schemes["w2"]
+            if scheme.kind == "ternary":
+                method = TernaryMoEMethod(layer.moe_config, schemes, strict)
+        elif isinstance(layer, VocabParallelEmbedding):
+            is_head = isinstance(layer, ParallelLMHead)
+            scheme = self.vocab_scheme(prefix, is_head) or UNQUANTIZED
+            if scheme.kind == "int8":
+                raise ValueError(
+                    f"quantization_config: {prefix} is int8, which vLLM has no kernel "
+                    "for in an embedding or head. Store it as ternary or unquantized."
+                )
+            if scheme.kind == "ternary":
+                method = TernaryEmbeddingMethod(scheme, strict)
+        else:
+            return None
+        self.report.add(layer, prefix, scheme.describe())
+        return method
 
     def vocab_scheme(self, prefix: str, is_head: bool) -> Scheme | None:
         """The scheme of an embedding or head, which only `module_overrides` gives.

@@ -27,6 +27,7 @@ from vllm.model_executor.layers.quantization.utils.ternary_layout import (
 from vllm.model_executor.utils import replace_parameter
 
 from .activations import apply_int8_activations, register_input_norm
+from .load_report import report_of
 from .parameters import (
     PACKED,
     SCALE,
@@ -92,6 +93,7 @@ class TernaryLinearMethod(LinearMethodBase):
             register_input_norm(layer, output_partition_sizes, params_dtype)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        report_of(layer)
         packed, scale = getattr(layer, PACKED).data, getattr(layer, SCALE).data
         zero_point = getattr(layer, ZERO_POINT, None)
         zero_point = None if zero_point is None else zero_point.data

@@ -40,6 +40,7 @@ from vllm.model_executor.layers.quantization.utils.ternary_layout import (
 from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
+from .load_report import report_of
 from .moe_forward import CPU_ACTIVATIONS, Projection, ternary_experts
 from .parameters import PACKED, SCALE, TENSORS, ZERO_POINT, InputCut, loads_no_tensors
 from .schemes import (
@@ -203,6 +204,7 @@ class TernaryMoEMethod(FusedMoEMethodBase):
         return FUSED_MOE_UNQUANTIZED_CONFIG
 
     def process_weights_after_loading(self, layer: "RoutedExperts") -> None:
+        report_of(layer)
         loaded = _check_all_loaded(layer)
         for projection in PROJECTIONS:
             tensors = [
@@ -486,6 +488,6 @@ def _refuse_unsupported(moe: FusedMoEConfig, schemes: dict[str, Scheme]) -> None
         if targets is None or any("expert" in t or "gate_up" in t for t in targets):
             raise ValueError(
                 "LoRA on ternary experts is not supported: vLLM's MoE adapters need a "
-                "modular MoE kernel. Name the modules that adapters may change, without "
-                'the experts: --lora-target-modules, such as ["qkv_proj", "o_proj"].'
+                "modular MoE kernel. Name the modules that adapters may change in "
+                "--lora-target-modules, such as qkv_proj and o_proj."
             )

@@ -1,0 +1,399 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Modules that a ternary checkpoint stores as int8, through kernels that exist.
+
+Tensors of such a module: `weight` int8 [N, K] and `weight_scale` [N, 1] (block size
+"row") or [N, ceil(K / block)], W = scale * weight. Which kernel computes it:
+
+- `activation_bits` absent, CUDA: vLLM's weight-only kernels (Marlin, Machete).
+- `activation_bits` absent, CPU: torch's weight-only kernel, block by block. vLLM's
+  CPU build has none for 8 bits.
+- `activation_bits` 8, either device, one scale a row: vLLM's W8A8 kernels, which
+  quantize the inputs that a rank holds, token by token.
+
+The weight stays int8 in memory in all of them.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from vllm.model_executor.kernels.linear import (
+    MPLinearLayerConfig,
+    choose_mp_linear_kernel,
+    init_int8_linear_kernel,
+)
+from vllm.model_executor.layers.linear import (
+    LinearMethodBase,
+    register_weight_loader_v2_supported_method,
+)
+from vllm.model_executor.layers.quantization.utils.ternary_format import (
+    SCALE_DTYPES,
+    TernaryFormatError,
+    block_length,
+    check_scale,
+    dtype_name,
+    num_blocks,
+)
+from vllm.model_executor.parameter import (
+    GroupQuantScaleParameter,
+    ModelWeightParameter,
+    PackedvLLMParameter,
+)
+from vllm.model_executor.utils import replace_parameter
+from vllm.platforms import current_platform
+from vllm.scalar_type import scalar_types
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from .load_report import report_of
+from .parameters import (
+    SCALE,
+    InputCut,
+    check_all_loaded,
+    checkpoint_name,
+    logical_rows,
+)
+from .schemes import Scheme
+
+WEIGHT = "weight"
+# torch's CPU kernel reads past the end of shorter rows.
+_CPU_K_ALIGN = 32
+
+
+@register_weight_loader_v2_supported_method
+class TernaryInt8LinearMethod(LinearMethodBase):
+    """`y = x W^T + bias` with W = scale * w and w int8.
+
+    Args:
+        scheme: how the checkpoint stores the layer; its kind is "int8".
+        prefix: name of the layer, for messages.
+        packed_modules: fused layer name -> names of the checkpoint's modules.
+
+    Raises:
+        ValueError: a setting that no kernel computes, and why.
+
+    """
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        prefix: str,
+        packed_modules: Mapping[str, list[str]] | None = None,
+    ):
+        _refuse_unsupported(scheme, prefix)
+        self.scheme = scheme
+        self.packed_modules = packed_modules or {}
+        self.kernel: _Kernel
+        if scheme.activation_bits == 8:
+            self.kernel = _W8A8Kernel(prefix)
+        elif current_platform.is_cpu():
+            self.kernel = _CpuWeightOnlyKernel()
+        else:
+            self.kernel = _GpuWeightOnlyKernel()
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        rank = layer.tp_rank if input_size_per_partition != input_size else 0
+        start = rank * input_size_per_partition
+        cut = InputCut(
+            start, start + input_size_per_partition, input_size, self.scheme.block_size
+        )
+        layer.ternary_cut = cut
+        layer.ternary_scheme = self.scheme
+        layer.ternary_packed_modules = self.packed_modules
+        layer.ternary_loaded = {}
+        layer.ternary_tensors = [WEIGHT, SCALE]
+        layer.ternary_layer_loader = extra_weight_attrs["weight_loader"].__func__
+        layer.logical_widths = output_partition_sizes
+        size_n, size_k = sum(output_partition_sizes), cut.local_size_k
+        weight = _Int8Parameter(
+            cut=cut,
+            data=torch.empty(size_n, size_k, dtype=torch.int8),
+            weight_loader=MethodType(_load_checked, layer),
+        )
+        # Whatever the checkpoint's dtype, float32 holds the same value.
+        scale = _Int8ScaleParameter(
+            cut=cut,
+            data=torch.empty(
+                size_n, num_blocks(size_k, self.scheme.block_size), dtype=torch.float32
+            ),
+            weight_loader=MethodType(_load_checked, layer),
+        )
+        weight.ternary_name, scale.ternary_name = WEIGHT, SCALE
+        layer.register_parameter(WEIGHT, weight)
+        layer.register_parameter(SCALE, scale)
+        layer.ternary_act_dtype = params_dtype
+        layer.ternary_size_n, layer.ternary_size_k = size_n, size_k
+        layer.ternary_block_size = block_length(size_k, self.scheme.block_size)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        report_of(layer)
+        scale = getattr(layer, SCALE).data
+        if check_all_loaded(layer):
+            check_scale(
+                scale,
+                (scale.shape[0],),
+                layer.ternary_size_k,
+                layer.ternary_block_size,
+                name=f"{layer.prefix}.{SCALE}",
+            )
+        else:
+            scale.abs_()
+        self.kernel.prepare(layer)
+
+    def apply(
+        self,
+        layer: torch.nn.Module,
+        x: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute x [..., K] of any strides: [..., N] in the dtype of x."""
+        rows = x.reshape(-1, x.size(-1))
+        if layer.ternary_cut.lead:
+            rows = F.pad(rows, (layer.ternary_cut.lead, 0))
+        out = self.kernel.apply(layer, rows.contiguous(), bias)
+        return out.view(*x.shape[:-1], layer.ternary_size_n)
+
+
+class _Int8Parameter(ModelWeightParameter):
+    """int8 [N, K of this rank], with zeros in front where a block is cut."""
+
+    def __init__(self, cut: InputCut, **kwargs: Any):
+        super().__init__(input_dim=1, output_dim=0, **kwargs)
+        self.cut = cut
+
+    def load_row_parallel_weight(self, loaded_weight: torch.Tensor) -> None:
+        part = loaded_weight[:, self.cut.start : self.cut.stop]
+        self.data.copy_(F.pad(part, (self.cut.lead, 0)))
+
+
+class _Int8ScaleParameter(GroupQuantScaleParameter):
+    """float32 [N, blocks], cut in step with the weight."""
+
+    def __init__(self, cut: InputCut, **kwargs: Any):
+        super().__init__(input_dim=1, output_dim=0, **kwargs)
+        self.cut = cut
+
+    def load_row_parallel_weight(self, loaded_weight: torch.Tensor) -> None:
+        self.data.copy_(self.cut.of_scale(loaded_weight))
+
+
+def _load_checked(
+    layer: torch.nn.Module,
+    param: torch.nn.Parameter,
+    loaded_weight: torch.Tensor,
+    *shard: Any,
+    **kwargs: Any,
+) -> None:
+    """Check a tensor of the checkpoint against the layer, then let vLLM cut it.
+
+    Raises:
+        TernaryFormatError: wrong dtype or shape, naming the tensor and the remedy.
+
+    """
+    shard_id = shard[0] if shard else kwargs.get("loaded_shard_id")
+    kind, block = param.ternary_name, layer.ternary_scheme.block_size
+    name = f"{checkpoint_name(layer, shard_id)}.{kind}"
+    rows, size_k = logical_rows(layer, shard_id), layer.input_size
+    if kind == WEIGHT:
+        if loaded_weight.dtype != torch.int8 or loaded_weight.shape != (rows, size_k):
+            raise TernaryFormatError(
+                name,
+                f"is {dtype_name(loaded_weight.dtype)} {list(loaded_weight.shape)}, "
+                f"expected int8 {[rows, size_k]}",
+                "Make module_overrides in quantization_config say how it is stored",
+            )
+    else:
+        if block == "row" and loaded_weight.shape == (rows,):
+            loaded_weight = loaded_weight.unsqueeze(1)
+        if loaded_weight.dtype in SCALE_DTYPES:
+            loaded_weight = loaded_weight.float()
+        check_scale(loaded_weight, (rows,), size_k, block, values=False, name=name)
+    layer.ternary_layer_loader(layer, param, loaded_weight, *shard, **kwargs)
+    parts = shard_id if isinstance(shard_id, tuple) else (shard_id,)
+    layer.ternary_loaded.setdefault(kind, set()).update(parts)
+
+
+class _Kernel(ABC):
+    """How one layer is computed, once it is loaded."""
+
+    @abstractmethod
+    def prepare(self, layer: torch.nn.Module) -> None:
+        """Bring the layer's int8 weight and scale into the kernel's layout."""
+
+    @abstractmethod
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Compute x [M, K]: [M, N]."""
+
+
+class _CpuWeightOnlyKernel(_Kernel):
+    """torch's int8 weight-only product, one call for each block along K."""
+
+    def prepare(self, layer: torch.nn.Module) -> None:
+        weight, scale = getattr(layer, WEIGHT).data, getattr(layer, SCALE).data
+        size_k, blocks = layer.ternary_size_k, scale.shape[1]
+        block = layer.ternary_block_size if blocks > 1 else size_k
+        padded = -(-block // _CPU_K_ALIGN) * _CPU_K_ALIGN
+        # [blocks, N, padded]: each block is a matrix of its own.
+        out = weight.new_zeros(blocks, weight.shape[0], padded)
+        for i in range(blocks):
+            part = weight[:, i * block : (i + 1) * block]
+            out[i, :, : part.shape[1]] = part
+        replace_parameter(layer, WEIGHT, out)
+        replace_parameter(layer, SCALE, scale.t().contiguous())
+        layer.ternary_int8_block = block
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        weight, scale = getattr(layer, WEIGHT), getattr(layer, SCALE)
+        blocks, _, padded = weight.shape
+        block = layer.ternary_int8_block
+        x = F.pad(x, (0, blocks * block - x.shape[1])).view(-1, blocks, block)
+        x = F.pad(x, (0, padded - block))
+        out = None
+        for i in range(blocks):
+            # A scale in bfloat16 would lose bits; those of the sum matter less.
+            unit = x.dtype == torch.bfloat16
+            factor = torch.ones_like(scale[i]) if unit else scale[i]
+            part = torch.ops.aten._weight_int8pack_mm(
+                x[:, i].contiguous(), weight[i], factor.to(x.dtype)
+            ).float()
+            part = part * scale[i] if unit else part
+            out = part if out is None else out + part
+        if bias is not None:
+            out = out + bias
+        return out.to(x.dtype)
+
+
+class _GpuWeightOnlyKernel(_Kernel):
+    """vLLM's mixed-precision kernels, in the layout of compressed-tensors."""
+
+    def prepare(self, layer: torch.nn.Module) -> None:
+        weight, scale = getattr(layer, WEIGHT).data, getattr(layer, SCALE).data
+        row = scale.shape[1] == 1
+        group = -1 if row else layer.ternary_block_size
+        size_n, size_k = weight.shape
+        padding = -size_k % (4 if row else group)
+        config = MPLinearLayerConfig(
+            full_weight_shape=(size_k + padding, size_n),
+            partition_weight_shape=(size_k + padding, size_n),
+            weight_type=scalar_types.uint8b128,
+            act_type=layer.ternary_act_dtype,
+            group_size=group,
+            zero_points=False,
+        )
+        try:
+            kernel_type = choose_mp_linear_kernel(config)
+        except ValueError as e:
+            raise ValueError(
+                f"{layer.prefix}: no int8 kernel of vLLM takes [{size_n}, {size_k}] "
+                f"with block size {_describe_group(group)}; 32, 64, 128 and "
+                f'"row" are usual. {e}'
+            ) from None
+        # Four weights, offset by 128, little-endian in an int32.
+        packed = F.pad(weight, (0, padding)).view(torch.uint8) ^ 0x80
+        packed = packed.contiguous().view(torch.int32)
+        delattr(layer, WEIGHT)
+        loader: dict[str, Any] = {"weight_loader": _never_loads}
+        layer.register_parameter(
+            "weight_packed",
+            PackedvLLMParameter(
+                data=packed,
+                input_dim=1,
+                output_dim=0,
+                packed_dim=1,
+                packed_factor=4,
+                **loader,
+            ),
+        )
+        layer.register_parameter(
+            SCALE,
+            GroupQuantScaleParameter(
+                data=scale.to(layer.ternary_act_dtype),
+                input_dim=1,
+                output_dim=0,
+                **loader,
+            ),
+        )
+        layer.ternary_int8_padding = padding
+        self.kernel = kernel_type(
+            config, w_q_param_name="weight_packed", w_s_param_name=SCALE
+        )
+        self.kernel.process_weights_after_loading(layer)
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        if layer.ternary_int8_padding:
+            x = F.pad(x, (0, layer.ternary_int8_padding))
+        return self.kernel.apply_weights(layer, x, bias)
+
+
+class _W8A8Kernel(_Kernel):
+    """vLLM's int8 kernels with activations quantized per token (one scale a row)."""
+
+    def __init__(self, prefix: str):
+        self.kernel = init_int8_linear_kernel(
+            is_channelwise=True,
+            is_static_input_scheme=False,
+            input_symmetric=True,
+            module_name="TernaryInt8LinearMethod",
+        )
+
+    def prepare(self, layer: torch.nn.Module) -> None:
+        for name in ("input_scale", "input_zero_point"):
+            layer.register_parameter(name, None)
+        if not hasattr(layer, "azp_adj"):
+            layer.register_parameter("azp_adj", None)
+        with set_default_torch_dtype(layer.ternary_act_dtype):
+            self.kernel.process_weights_after_loading(layer)
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self.kernel.apply_weights(layer, x, bias)
+
+
+def _never_loads(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError("a tensor in the layout of a kernel cannot be loaded")
+
+
+def _describe_group(group: int) -> str:
+    return '"row"' if group == -1 else str(group)
+
+
+def _refuse_unsupported(scheme: Scheme, prefix: str) -> None:
+    """Raises ValueError for an int8 scheme that no kernel computes, saying why."""
+    where = f"quantization_config: {prefix} is int8 with"
+    if scheme.zero_point:
+        raise ValueError(
+            f"{where} zero_point, which the int8 kernels do not take. Give it "
+            '"zero_point": false in module_overrides.'
+        )
+    if scheme.input_norm is not None:
+        raise ValueError(f"{where} input_norm, which only ternary modules have.")
+    if scheme.block_size == "tensor":
+        raise ValueError(
+            f'{where} block_size "tensor"; store the scale once a row and set "row".'
+        )
+    if scheme.activation_bits == 8 and scheme.block_size != "row":
+        raise ValueError(
+            f"{where} block_size {scheme.block_size} and activation_bits 8: vLLM's "
+            'W8A8 kernels take one scale a row. Set "block_size": "row", or leave '
+            "activation_bits out for this module."
+        )
