@@ -3,6 +3,7 @@
 """Linear layers with ternary weights."""
 
 from collections.abc import Mapping
+from itertools import accumulate
 from types import MethodType
 from typing import Any
 
@@ -33,6 +34,8 @@ from .parameters import (
     SCALE,
     ZERO_POINT,
     check_all_loaded,
+    checkpoint_name,
+    part_names,
     register_parameters,
 )
 from .schemes import Scheme
@@ -81,6 +84,7 @@ class TernaryLinearMethod(LinearMethodBase):
             input_size_per_partition,
             weight_loader,
         )
+        layer.ternary_part_sizes = output_partition_sizes
         layer.ternary_size_n = sum(output_partition_sizes)
         layer.ternary_size_k = layer.ternary_cut.local_size_k
         layer.ternary_lead = layer.ternary_cut.lead
@@ -169,20 +173,34 @@ class TernaryLinearMethod(LinearMethodBase):
             TernaryFormatError: names the tensor, the row and block, and the value.
 
         """
+        names = part_names(layer)
+        sizes = layer.ternary_part_sizes
+        if len(names) != len(sizes):
+            sizes = [packed.shape[0]]
         size_k, block = layer.ternary_size_k, layer.ternary_block_size
-        rows = (packed.shape[0],)
-        name = f"{layer.prefix}.{PACKED}"
-        reserved = check_codes(packed, size_k, strict=self.strict, name=name)
-        if reserved:
-            logger.warning(
-                "%s: %d of %d weights have the reserved code 3; they are read as 0. "
-                "Set `strict` in quantization_config to refuse such a checkpoint.",
-                name,
-                reserved,
-                packed.shape[0] * size_k,
+        for index, rows in enumerate(_row_ranges(sizes)):
+            name = checkpoint_name(layer, index)
+            part, shape = packed[rows], (rows.stop - rows.start,)
+            reserved = check_codes(
+                part, size_k, strict=self.strict, name=f"{name}.{PACKED}"
             )
-        check_scale(scale, rows, size_k, block, name=f"{layer.prefix}.{SCALE}")
-        if zero_point is not None:
-            check_zero_point(
-                zero_point, rows, size_k, block, name=f"{layer.prefix}.{ZERO_POINT}"
-            )
+            if reserved:
+                logger.warning(
+                    "%s.%s: %d of %d weights have the reserved code 3; they are read "
+                    "as 0. Set `strict` in quantization_config to refuse such a "
+                    "checkpoint.",
+                    name,
+                    PACKED,
+                    reserved,
+                    shape[0] * size_k,
+                )
+            check_scale(scale[rows], shape, size_k, block, name=f"{name}.{SCALE}")
+            if zero_point is not None:
+                check_zero_point(
+                    zero_point[rows], shape, size_k, block, name=f"{name}.{ZERO_POINT}"
+                )
+
+
+def _row_ranges(sizes: list[int]) -> list[slice]:
+    ends = list(accumulate(sizes))
+    return [slice(end - size, end) for end, size in zip(ends, sizes)]

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What is wrong with a checkpoint is said by name, value and remedy, at load."""
+
+import re
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lib.validate.ranks import LayerSpec, tensor_parallel
+from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.model_executor.layers.quantization.ternary.checkpoint_files import (
+    check_safetensors_files,
+)
+from vllm.model_executor.layers.quantization.ternary.schemes import (
+    Scheme,
+    SchemeTable,
+    TernaryConfigError,
+)
+from vllm.model_executor.layers.quantization.utils.ternary_format import (
+    TernaryFormatError,
+    pack,
+)
+
+N, K = 8, 300
+NAME = "model.layers.0.mlp.proj"
+
+
+def make_layer(scheme: Scheme | None = None, **settings):
+    spec = LayerSpec("column", scheme or Scheme(), K, (N,))
+    with tensor_parallel(0, 1):
+        return spec.build(**settings)
+
+
+def good_tensors(seed: int) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    t = torch.randint(-1, 2, (N, K), dtype=torch.int8, generator=g)
+    return {
+        "packed_ternary_weight": pack(t),
+        "weight_scale": (torch.rand(N, 3, generator=g) + 0.1).half(),
+    }
+
+
+def load(layer, tensors: dict[str, torch.Tensor]) -> None:
+    with tensor_parallel(0, 1):
+        for name, tensor in tensors.items():
+            param = getattr(layer, name)
+            param.weight_loader(param, tensor)
+        layer.quant_method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize(
+    "name,change,said",
+    [
+        ("packed_ternary_weight", lambda x: x[:, :-1], ["[8, 74]", "[8, 75]"]),
+        ("packed_ternary_weight", lambda x: x.t().contiguous(), ["[75, 8]"]),
+        ("packed_ternary_weight", lambda x: x.half(), ["float16", "uint8"]),
+        ("weight_scale", lambda x: x[:, :-1], ["[8, 2]", "[8, 3]"]),
+        ("weight_scale", lambda x: x.repeat(1, 2), ["[8, 6]", "block"]),
+        ("weight_scale", lambda x: x.bfloat16(), ["bfloat16", "float16"]),
+        ("weight_scale", lambda x: _with(x, float("nan")), ["nan"]),
+        ("weight_scale", lambda x: _with(x, float("inf")), ["inf"]),
+        ("weight_scale", lambda x: _with(x, -0.5), ["-0.5"]),
+    ],
+)
+def test_bad_tensor(name, change, said) -> None:
+    layer = make_layer()
+    tensors = good_tensors(seed=zlib.crc32(" ".join(said).encode()) % 1000)
+    tensors[name] = change(tensors[name])
+    with pytest.raises(TernaryFormatError) as raised:
+        load(layer, tensors)
+    for text in [f"{NAME}.{name}", *said]:
+        assert text in str(raised.value), raised.value
+    assert raised.value.remedy
+
+
+def _with(scale: torch.Tensor, value: float) -> torch.Tensor:
+    scale = scale.clone()
+    scale[3, 1] = value
+    return scale
+
+
+@pytest.mark.parametrize("missing", ["packed_ternary_weight", "weight_scale", "both"])
+def test_missing_tensor(missing: str) -> None:
+    tensors = good_tensors(seed=len(missing))
+    kept = {k: v for k, v in tensors.items() if missing not in (k, "both")}
+    with pytest.raises(TernaryFormatError, match="missing from the checkpoint") as e:
+        load(make_layer(), kept)
+    for name in set(tensors) - set(kept):
+        assert f"{NAME}.{name}" in str(e.value)
+
+
+def test_missing_part_of_a_fused_layer() -> None:
+    names = ("gate_proj", "up_proj")
+    spec = LayerSpec(
+        "merged", Scheme(), K, (N, N), names=names, prefix="model.mlp.gate_up_proj"
+    )
+    with tensor_parallel(0, 1):
+        layer = spec.build()
+        for name, tensor in good_tensors(seed=5).items():
+            param = getattr(layer, name)
+            param.weight_loader(param, tensor, 0)
+        param = layer.packed_ternary_weight
+        param.weight_loader(param, good_tensors(seed=6)["packed_ternary_weight"], 1)
+        with pytest.raises(
+            TernaryFormatError, match=r"^model\.mlp\.up_proj\.weight_scale: "
+        ):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+def test_value_in_a_part_of_a_fused_layer() -> None:
+    """The tensor of the checkpoint is named, not the layer that it was fused into."""
+    names = ("gate_proj", "up_proj")
+    spec = LayerSpec(
+        "merged", Scheme(), K, (N, N), names=names, prefix="model.mlp.gate_up_proj"
+    )
+    with tensor_parallel(0, 1):
+        layer = spec.build()
+        for part in (0, 1):
+            tensors = good_tensors(seed=8 + part)
+            if part == 1:
+                tensors["weight_scale"] = _with(tensors["weight_scale"], -2.0)
+            for name, tensor in tensors.items():
+                param = getattr(layer, name)
+                param.weight_loader(param, tensor, part)
+        with pytest.raises(TernaryFormatError) as raised:
+            layer.quant_method.process_weights_after_loading(layer)
+    assert raised.value.name == "model.mlp.up_proj.weight_scale"
+
+
+def test_reserved_codes(caplog: pytest.LogCaptureFixture) -> None:
+    """Code 3 reads as 0, counted in one warning a tensor; or is refused."""
+    tensors = good_tensors(seed=7)
+    tensors["packed_ternary_weight"][2, 10] = 0b11_00_11_01
+    tensors["packed_ternary_weight"][7, 0] = 0b00_00_11_00
+    layer = make_layer()
+    load(layer, tensors)
+    warnings = [r.getMessage() for r in caplog.records if "reserved" in r.msg]
+    assert len(warnings) == 1
+    assert f"{NAME}.packed_ternary_weight: 3 of {N * K}" in warnings[0]
+    packed, _, _ = layer.quant_method.unpacked_weight(layer)
+    assert packed[2, 10] == 0b00_00_00_01 and packed[7, 0] == 0
+    with pytest.raises(TernaryFormatError, match="3 weights have the reserved code"):
+        load(make_layer(strict=True), tensors)
+
+
+@pytest.mark.parametrize(
+    "settings,said",
+    [
+        ({"block_size": 126}, "block_size is 126"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"block_size": True}, "block_size is True"),
+        ({"block_size": "column"}, "block_size is 'column'"),
+        ({"blocksize": 128}, "unknown key 'blocksize'"),
+        ({"zero_point": 1}, "zero_point is 1"),
+        ({"activation_bits": 4}, "activation_bits is 4"),
+        ({"activation_bits": 8, "zero_point": True}, "zero_point is True"),
+        ({"scale_dtype": "float8"}, "scale_dtype is 'float8'"),
+        ({"strict": "yes"}, "strict is 'yes'"),
+        ({"format_version": 2}, "format_version is 2"),
+        ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert is 'lm_head'"),
+        ({"module_overrides": {"a": {"kind": "int3"}}}, "kind is 'int3'"),
+        ({"module_overrides": {"a": {"bits": 2}}}, "unknown key 'bits'"),
+        ({"quant_method": "gptq", "bits": 4}, "quant_method is 'gptq'"),
+    ],
+)
+def test_impossible_config(settings: dict, said: str) -> None:
+    config = {"quant_method": "ternary", **settings}
+    with pytest.raises(TernaryConfigError, match=re.escape(said)):
+        get_quantization_config("ternary").from_config(config)
+
+
+def test_parts_of_a_fused_layer_must_agree() -> None:
+    table = SchemeTable.from_config(
+        {
+            "quant_method": "ternary",
+            "module_overrides": {"m.up_proj": {"block_size": 64}},
+        }
+    )
+    with pytest.raises(TernaryConfigError, match="m.gate_up_proj fuses.*block 64"):
+        table.fused_scheme("m.gate_up_proj", ["m.gate_proj", "m.up_proj"])
+
+
+@pytest.mark.parametrize("kept", [0, 5, 40, -1])
+def test_truncated_file(tmp_path: Path, kept: int) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file(good_tensors(seed=kept + 1), file)
+    check_safetensors_files(str(tmp_path))
+    whole = file.read_bytes()
+    file.write_bytes(whole[:kept])
+    with pytest.raises(TernaryFormatError, match="cut short") as raised:
+        check_safetensors_files(str(tmp_path))
+    assert str(file) in str(raised.value)
+
+
+def test_header_of_something_else(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes((4).to_bytes(8, "little") + b"PK\x03\x04" + b"\0" * 64)
+    with pytest.raises(TernaryFormatError, match="header"):
+        check_safetensors_files(str(tmp_path))
