@@ -39,6 +39,10 @@ class LoadReport:
         )
         self._logged = False
 
+    def __reduce__(self) -> tuple[type["LoadReport"], tuple[()]]:
+        # The config travels to the process that creates the modules; none exist yet.
+        return LoadReport, ()
+
     def add(self, layer: torch.nn.Module, prefix: str, storage: str) -> None:
         """Note a module that was just created, and give it a way to `log_once`."""
         self._modules[layer] = (prefix, storage)
