@@ -4,8 +4,17 @@
 
 import sys
 from collections.abc import Callable
+from typing import Any
+
+from tqdm import tqdm
 
 from lib.errors import BuildError
+
+
+def progress(*args: Any, **options: Any) -> tqdm:
+    """A tqdm progress bar on stderr; in a log file, one line every 10 seconds."""
+    interval = 0.1 if sys.stderr.isatty() else 10
+    return tqdm(*args, mininterval=interval, **options)
 
 
 def run(main: Callable[[], int]) -> None:

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from packaging.utils import canonicalize_name
-from tqdm import tqdm
 from unearth import Link, PackageFinder
 from unearth.auth import MultiDomainBasicAuth
 from unearth.fetchers.sync import PyPIClient
 
+from lib.cli import progress
 from lib.errors import BuildError
 
 CHUNK = 1 << 18
@@ -181,13 +181,12 @@ def _attempt(session: PyPIClient, link: Link, part: Path, size: int) -> None:
             raise OSError(f"{link.redacted}: HTTP status {response.status_code}")
         resumed = response.status_code == 206
         have = have if resumed else 0
-        bar = tqdm(
+        bar = progress(
             total=size,
             initial=have,
             unit="B",
             unit_scale=True,
             desc=link.filename,
-            mininterval=1 if sys.stderr.isatty() else 10,
         )
         with bar, part.open("ab" if resumed else "wb") as out:
             for chunk in response.iter_bytes(CHUNK):

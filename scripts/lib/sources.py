@@ -30,6 +30,7 @@ class Source:
 @dataclass(frozen=True)
 class Sources:
     repository: str
+    torch: str
     files: dict[str, Source]
 
     def __getitem__(self, kind: str) -> Source:
@@ -60,7 +61,9 @@ def read_sources(path: Path) -> Sources:
         files[kind] = Source(
             kind, entry["project"], entry["file"], entry["size"], digest
         )
-    return Sources(str(table.get("repository", "")), files)
+    if not isinstance(table.get("torch"), str):
+        raise BuildError(f'{path}: torch must be a version, like "2.13.0"')
+    return Sources(str(table.get("repository", "")), table["torch"], files)
 
 
 def cache_folder() -> Path:

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import git
-from tqdm import tqdm
 
 from lib import series, sources
+from lib.cli import progress
 from lib.errors import BuildError
 from lib.project import Project, digest_files, list_files
 
@@ -83,7 +83,7 @@ def _from_sdist(path: Path, label: str, digest: str) -> Pristine:
 
     def write(root: Path) -> list[str]:
         with tarfile.open(path) as archive:
-            for member in tqdm(archive, desc=f"unpack {path.name}", unit=" files"):
+            for member in progress(archive, desc=f"unpack {path.name}", unit=" files"):
                 member.name = member.name.partition("/")[2]
                 if member.name:
                     archive.extract(member, root, filter="data")
@@ -100,7 +100,9 @@ def _from_folder(path: Path, label: str) -> Pristine:
     }
 
     def write(root: Path) -> list[str]:
-        for name, file in tqdm(files.items(), desc=f"copy {path.name}", unit=" files"):
+        for name, file in progress(
+            files.items(), desc=f"copy {path.name}", unit=" files"
+        ):
             _copy(file, root / name)
         return list(files)
 
