@@ -58,7 +58,9 @@ class TernaryEmbeddingMethod(TernaryLinearMethod):
         return layer
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        if not hasattr(layer, "ternary_tied_to"):
+        if hasattr(layer, "ternary_tied_to"):
+            layer.ternary_device = getattr(_table(layer), PACKED).device
+        else:
             super().process_weights_after_loading(layer)
 
 

@@ -141,6 +141,7 @@ class TernaryInt8LinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         report_of(layer)
         scale = getattr(layer, SCALE).data
+        layer.ternary_device = scale.device
         if check_all_loaded(layer):
             check_scale(
                 scale,

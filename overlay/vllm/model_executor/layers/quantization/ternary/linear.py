@@ -99,6 +99,7 @@ class TernaryLinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         report_of(layer)
         packed, scale = getattr(layer, PACKED).data, getattr(layer, SCALE).data
+        layer.ternary_device = packed.device
         zero_point = getattr(layer, ZERO_POINT, None)
         zero_point = None if zero_point is None else zero_point.data
         if check_all_loaded(layer):

@@ -206,6 +206,7 @@ class TernaryMoEMethod(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: "RoutedExperts") -> None:
         report_of(layer)
         loaded = _check_all_loaded(layer)
+        layer.ternary_device = layer.w13_packed_ternary_weight.device
         for projection in PROJECTIONS:
             tensors = [
                 p.data if (p := _tensor(layer, projection, name)) is not None else None
