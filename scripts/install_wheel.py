@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Install a patched CPU wheel and its requirements into the running Python.
+
+For the tests, and for whoever serves on a CPU. It is `pip install WHEEL` but for two
+things: torch's CPU build may come from another index, and torchvision, torchaudio and
+torchcodec are left away, which only multimodal models need and whose builds on a
+package index are for CUDA. Does nothing if the same file is installed already.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+from lib import cli, install
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("wheel", type=Path, metavar="WHEEL")
+    parser.add_argument(
+        "--torch-cpu-index",
+        default=os.environ.get("TORCH_CPU_INDEX", ""),
+        metavar="URL",
+        help="index to ask for torch's CPU build when pip's configured ones lack it",
+    )
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    new = install.install(arguments.wheel, torch_cpu_index=arguments.torch_cpu_index)
+    print(f"{arguments.wheel.name}: {'installed' if new else 'already installed'}")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)
