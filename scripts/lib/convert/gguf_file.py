@@ -214,4 +214,15 @@ def _value(file: BinaryIO, kind: int) -> Any:
         if item in (_STRING, _ARRAY):
             return [_value(file, item) for _ in range(count)]
         return list(_unpack(file, f"{count}{_SCALARS[item]}"))
-    return _unpack(file, _SCALARS[kind])[0]
+    value = _unpack(file, _SCALARS[kind])[0]
+    return _shortest(value) if _SCALARS[kind] == "f" else value
+
+
+def _shortest(value: float) -> float:
+    """The number with the fewest digits that is the same in float32: 1e-6, where
+    float32 has 9.999999974752427e-07."""
+    for digits in range(1, 9):
+        short = float(f"{value:.{digits}g}")
+        if struct.pack("<f", short) == struct.pack("<f", value):
+            return short
+    return value

@@ -102,7 +102,7 @@ def to_ternary(
     t = torch.where(
         constant.unsqueeze(-1), value.sign().to(torch.int8).unsqueeze(-1), t
     )
-    s = torch.where(constant, value, s)
+    s = torch.where(constant, value.abs(), s)
     offset = torch.where(constant, 0.0, offset)
     t = torch.where((s < 0).unsqueeze(-1), -t, t)
     offset = torch.where(s < 0, -offset, offset)
