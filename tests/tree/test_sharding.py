@@ -22,7 +22,18 @@ from lib.validate.ranks import (
     same_bits,
     tensor_parallel,
 )
-from vllm.model_executor.layers.quantization.ternary.schemes import Scheme
+from vllm.model_executor.layers.linear import (
+    KimiK3MergedQKVGateLinear,
+    MinimaxM3QKVParallelLinearWithIndexer,
+)
+from vllm.model_executor.layers.quantization.ternary import TernaryConfig
+from vllm.model_executor.layers.quantization.ternary.schemes import (
+    Scheme,
+    SchemeTable,
+)
+from vllm.model_executor.layers.quantization.utils.ternary_format import (
+    TernaryFormatError,
+)
 
 RANKS = (1, 2, 3, 4, 8)
 BLOCKS = (32, 64, 128, 256, "row", "tensor")
@@ -329,3 +340,116 @@ def test_disable_tp_keeps_the_whole(kind):
         for shard_id, part in zip(spec.shard_ids, parts):
             load(layer, part.tensors, shard_id)
     check_reassembly(spec, [Rank.of(0, layer)], parts)
+
+
+class KimiLayer:
+    """The checkpoint of a layer that keeps two of its three parts whole on each rank."""
+
+    sizes = (6, 5, 8)
+
+    def __init__(self, rng, scheme: Scheme):
+        self.parts = [Part(rng, n, 70, scheme, False) for n in self.sizes]
+
+    def layer(self, scheme: Scheme) -> torch.nn.Module:
+        return KimiK3MergedQKVGateLinear(
+            hidden_size=70,
+            q_lora_rank=6,
+            kv_lora_rank=3,
+            qk_rope_head_dim=2,
+            total_num_heads=4,
+            v_head_dim=2,
+            quant_config=TernaryConfig(SchemeTable(scheme)),
+            prefix="model.layers.0.self_attn.proj",
+        )
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("block", [32, "row", "tensor"])
+def test_layer_of_a_model_that_replicates_parts(tp, block):
+    rng = np.random.default_rng(tp)
+    scheme = Scheme(block_size=block, zero_point=True)
+    model = KimiLayer(rng, scheme)
+    for rank in range(tp):
+        with tensor_parallel(rank, tp):
+            layer = model.layer(scheme)
+            for shard_id, part in enumerate(model.parts):
+                load(layer, part.tensors, shard_id)
+        mine = Rank.of(rank, layer)
+        share = 8 // tp
+        gate = slice(rank * share, (rank + 1) * share)
+        for name, have in (
+            ("packed_ternary_weight", mine.packed),
+            ("weight_scale", mine.scale),
+            ("weight_zero_point", mine.zero_point),
+        ):
+            q, kv, g = (
+                p.tensors[name] if name.startswith("packed") else p.expanded(name)
+                for p in model.parts
+            )
+            assert same_bits(have, torch.cat([q, kv, g[gate]]))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_layer_of_a_model_with_more_than_q_k_v(tp):
+    rng = np.random.default_rng(tp)
+    scheme = Scheme(block_size=32)
+    config = TernaryConfig(SchemeTable(scheme))
+    # q, k, v, index_q (as many heads as k) and index_k (one, replicated)
+    sizes = {"q": 4 * 6, "k": 2 * 6, "v": 2 * 6, "index_q": 2 * 6, "index_k": 6}
+    parts = {name: Part(rng, n, 70, scheme, False) for name, n in sizes.items()}
+    for rank in range(tp):
+        with tensor_parallel(rank, tp):
+            layer = MinimaxM3QKVParallelLinearWithIndexer(
+                hidden_size=70,
+                head_size=6,
+                total_num_heads=4,
+                total_num_kv_heads=2,
+                total_num_index_heads=2,
+                index_head_size=6,
+                quant_config=config,
+                prefix="model.layers.0.self_attn.qkv_proj",
+            )
+            for shard_id, part in parts.items():
+                load(layer, part.tensors, shard_id)
+        expected = []
+        for name, part in parts.items():
+            share = sizes[name] // (1 if name == "index_k" else tp)
+            first = 0 if name == "index_k" else rank * share
+            expected.append(part.tensors["packed_ternary_weight"][first:][:share])
+        assert same_bits(Rank.of(rank, layer).packed, torch.cat(expected))
+
+
+def reserved_layer(kind: str, strict: bool) -> None:
+    """Load a weight with one reserved code, as both ranks of two."""
+    rng = np.random.default_rng(1)
+    scheme = Scheme(block_size=32)
+    spec = LayerSpec(kind, scheme, 2 * 37, (4,))
+    part = Part(rng, 4, spec.size_k, scheme, False)
+    part.tensors["packed_ternary_weight"][2, 12] |= 0b11
+    for rank in range(2):
+        with tensor_parallel(rank, 2):
+            layer = spec.build(strict=strict)
+            load(layer, part.tensors)
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_strict_sees_reserved_codes_where_a_cut_is_inside_a_byte(kind):
+    reserved_layer(kind, strict=False)
+    with pytest.raises(TernaryFormatError, match="reserved code 3"):
+        reserved_layer(kind, strict=True)
+
+
+def test_integer_zero_points():
+    rng = np.random.default_rng(5)
+    scheme = Scheme(block_size=32, zero_point=True)
+    spec = LayerSpec("row", scheme, 74, (4,))
+    part = Part(rng, 4, 74, scheme, False)
+    part.zero_point = torch.from_numpy(rng.integers(-9, 9, (4, 3))).int()
+    part.tensors["weight_zero_point"] = part.zero_point
+    ranks = load_ranks(spec, [part.tensors], 2)
+    part.tensors["weight_zero_point"] = part.zero_point = part.zero_point.float()
+    check_reassembly(spec, ranks, [part])
+    wrong = torch.full((4, 3), 2**24 + 1, dtype=torch.int32)
+    with pytest.raises(TernaryFormatError, match="16777217 is not exact in float32"):
+        load_ranks(spec, [part.tensors | {"weight_zero_point": wrong}], 2)

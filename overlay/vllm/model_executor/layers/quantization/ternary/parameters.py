@@ -15,16 +15,28 @@ from typing import Any
 import torch
 
 from vllm.config import get_current_vllm_config_or_none
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
 from vllm.model_executor.layers.quantization.utils.ternary_format import (
     BlockSize,
     TernaryFormatError,
+    check_codes,
     check_packed,
     check_scale,
     check_zero_point,
+    dtype_name,
     lead_padding,
     num_blocks,
     packed_width,
     slice_k,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    VocabParallelEmbedding,
 )
 from vllm.model_executor.parameter import (
     BasevLLMParameter,
@@ -42,6 +54,17 @@ TENSORS = (PACKED, SCALE, ZERO_POINT)  # of any layer; a scheme may add a norm
 _SHARD_INDEX = {"q": 0, "k": 1, "v": 2}
 # Loaders that fill the parameters without calling a weight loader.
 _BYPASSING_LOAD_FORMATS = ("dummy", "sharded_state", "tensorizer")
+
+
+# Layers whose loaders cut as their sizes say; a model's own class may do otherwise.
+_GENERIC_LAYERS = (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 
 
 @dataclass(frozen=True)
@@ -174,12 +197,18 @@ def _load_checked(
     kind = param.ternary_name
     tensor = f"{checkpoint_name(layer, shard_id)}.{kind}"
     rows, size_k = logical_rows(layer, shard_id), layer.input_size
+    one_for_all = block == "tensor" and kind != PACKED
+    if rows is None:  # a scale for all is spread over as many as any shard can need
+        rows = layer.output_size if one_for_all else loaded_weight.shape[0]
     if kind == PACKED:
         check_packed(loaded_weight, (rows,), size_k, name=tensor)
+        if layer.quant_method.strict:
+            # The whole, because a cut inside a byte reads reserved codes as 0.
+            check_codes(loaded_weight, size_k, strict=True, name=tensor)
     else:
         if block == "row" and loaded_weight.shape == (rows,):
             loaded_weight = loaded_weight.unsqueeze(1)
-        if block == "tensor":
+        if one_for_all:
             loaded_weight = loaded_weight.reshape(loaded_weight.shape or (1,))
         if kind == SCALE:
             check_scale(
@@ -195,11 +224,30 @@ def _load_checked(
             check_zero_point(
                 loaded_weight, (rows,), size_k, block, values=False, name=tensor
             )
-        if block == "tensor":
+            _check_exact(loaded_weight, param.dtype, tensor)
+        if one_for_all:
             loaded_weight = loaded_weight.reshape(1, 1).expand(rows, 1)
     layer.ternary_layer_loader(layer, param, loaded_weight, *shard, **kwargs)
     parts = shard_id if isinstance(shard_id, tuple) else (shard_id,)
     layer.ternary_loaded.setdefault(kind, set()).update(parts)
+
+
+def _check_exact(loaded: torch.Tensor, dtype: torch.dtype, name: str) -> None:
+    """Refuse a zero point that the parameter's dtype would round.
+
+    Raises:
+        TernaryFormatError: names the tensor and the value.
+
+    """
+    if loaded.dtype == dtype:
+        return
+    changed = loaded.to(dtype).double() != loaded.double()
+    if bool(changed.any()):
+        raise TernaryFormatError(
+            name,
+            f"value {loaded[changed][0].item()} is not exact in {dtype_name(dtype)}",
+            "Store zero points of at most 2**24 in size, or as float32",
+        )
 
 
 def part_names(layer: torch.nn.Module) -> list[str]:
@@ -222,8 +270,16 @@ def checkpoint_name(layer: torch.nn.Module, shard_id: Any) -> str:
     return layer.prefix
 
 
-def logical_rows(layer: torch.nn.Module, shard_id: Any) -> int:
-    """Rows that the checkpoint's tensor for this shard must have, before any cut."""
+def logical_rows(layer: torch.nn.Module, shard_id: Any) -> int | None:
+    """Rows that the checkpoint's tensor for this shard must have, before any cut.
+
+    Returns:
+        None where only the model's own class knows, as when it replicates a part.
+
+    """
+    cutting = next(c for c in type(layer).__mro__ if "weight_loader" in vars(c))
+    if cutting not in _GENERIC_LAYERS:
+        return None
     if hasattr(layer, "org_vocab_size"):
         return layer.org_vocab_size
     if hasattr(layer, "total_num_kv_heads"):
