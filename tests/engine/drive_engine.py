@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Run engines one after the other in one process, and print what they did as JSON.
+
+Usage: drive_engine.py JOBS, where JOBS is a JSON list of
+{"model": directory, "args": {engine arguments}, "steps": [[step, ...arguments], ...]}.
+The last line begins with "RESULTS " and holds one list of results for each job; a job
+whose engine did not start or whose step failed ends with {"error": message}.
+
+As a module: `drive(jobs)` runs the script in a process of its own.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+VOCAB_SIZE = 307
+MAX_TOKENS = 16
+
+
+def drive(jobs: list[dict[str, Any]], log: Path | None = None, **env: str) -> list[Any]:
+    """Run jobs in one fresh process.
+
+    Args:
+        jobs: as JOBS above.
+        log: where to write all output of the process.
+        env: further environment variables.
+
+    Returns:
+        One list of results for each job.
+
+    Raises:
+        RuntimeError: the process ended early; holds the end of its output.
+
+    """
+    from server import engine_env
+
+    result = subprocess.run(
+        [sys.executable, __file__, json.dumps(jobs)],
+        # One process for engine and worker, where there is one rank, starts faster.
+        env=engine_env(
+            VLLM_ALLOW_INSECURE_SERIALIZATION="1",
+            **({} if _ranks(jobs) > 1 else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}),
+            **env,
+        ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if log is not None:
+        log.write_text(result.stdout)
+    lines = [x for x in result.stdout.splitlines() if x.startswith("RESULTS ")]
+    if not lines:
+        raise RuntimeError(f"the engines ended early: {result.stdout[-8000:]}")
+    return json.loads(lines[-1].removeprefix("RESULTS "))
+
+
+def _ranks(jobs: list[dict[str, Any]]) -> int:
+    sizes = ("tensor_parallel_size", "pipeline_parallel_size")
+    return max(job.get("args", {}).get(size, 1) for job in jobs for size in sizes)
+
+
+def prompts() -> list[list[int]]:
+    """Six prompts of different lengths, the same in every process."""
+    import torch
+
+    generator = torch.Generator().manual_seed(20)
+    return [
+        torch.randint(0, VOCAB_SIZE, (3 + 4 * i,), generator=generator).tolist()
+        for i in range(6)
+    ]
+
+
+def generate(llm: Any, adapter: str | None = None) -> list[list[int]]:
+    """Greedy tokens of all prompts."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    outputs = llm.generate(
+        [{"prompt_token_ids": p} for p in prompts()],
+        SamplingParams(
+            max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True, detokenize=False
+        ),
+        use_tqdm=False,
+        lora_request=None if adapter is None else LoRARequest("adapter", 1, adapter),
+    )
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def reload_weights(llm: Any, path: str | None = None) -> None:
+    """Load the weights again in place, from another directory if one is given."""
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+
+
+def load_format(llm: Any, name: str) -> None:
+    """Change how the next reload reads files."""
+    llm.collective_rpc("update_config", args=({"load_config": {"load_format": name}},))
+
+
+def sleep(llm: Any, level: int) -> None:
+    """Give up the device's memory and take it back."""
+    llm.sleep(level)
+    llm.wake_up()
+
+
+def tensors(llm: Any) -> list[list[dict]]:
+    """What each rank holds, see inspect_model.py."""
+    from inspect_model import tensors_of
+
+    return llm.apply_model(tensors_of)
+
+
+STEPS = {f.__name__: f for f in (generate, load_format, reload_weights, sleep, tensors)}
+
+
+def run_job(job: dict[str, Any]) -> list[Any]:
+    """Start the job's engine and take its steps."""
+    from server import DTYPE
+
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    arguments: dict[str, Any] = dict(
+        skip_tokenizer_init=True,
+        dtype=DTYPE,
+        enforce_eager=True,
+        max_model_len=128,
+        max_num_seqs=8,
+    )
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+        arguments["distributed_executor_backend"] = "uni"
+    if DTYPE != "float32":
+        arguments["gpu_memory_utilization"] = 0.2
+    results: list[Any] = []
+    llm = None
+    try:
+        llm = LLM(job["model"], **(arguments | job.get("args", {})))
+        for name, *step_arguments in job["steps"]:
+            results.append(STEPS[name](llm, *step_arguments))
+    except Exception as e:
+        results.append({"error": str(e)})
+    finally:
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+    return results
+
+
+if __name__ == "__main__":
+    print("RESULTS " + json.dumps([run_job(job) for job in json.loads(sys.argv[1])]))
