@@ -21,8 +21,8 @@ _NEEDED = re.compile(
     r"ld-linux-x86-64\.so\.2"
 )
 # Undefined symbols without a version that the process provides: Python's limited
-# API, torch's stable ABI, the CUDA runtime, the C runtime's optional ones.
-_UNVERSIONED = re.compile(r"_?Py|(aoti_)?torch_|(__)?cuda|_ITM_|__gmon_start__$")
+# API, torch's stable ABI, the CUDA runtime.
+_UNVERSIONED = re.compile(r"_?Py|(aoti_)?torch_|(__)?cuda")
 
 
 def check_library(path: Path, platform_tag: str) -> dict[str, str]:
@@ -81,11 +81,12 @@ def _check_dynamic(path: Path) -> list[str]:
 
 
 def _undefined(path: Path) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Undefined symbols as (name, version family or "", version)."""
+    """Undefined symbols as (name, version family or "", version); no weak ones."""
     found = []
     pattern = re.compile(r"\*UND\*\s+\S+\s+(?:\(?(\w+?)_([\d.]+)\)?\s+|Base\s+)?(\S+)$")
     for line in _objdump("-T", path).splitlines():
-        if match := pattern.search(line):
+        weak = line[17:18] == "w"
+        if (match := pattern.search(line)) and not (weak and not match[1]):
             family, version, symbol = match.groups()
             numbers = tuple(map(int, version.split("."))) if version else ()
             found.append((symbol, family or "", numbers))
