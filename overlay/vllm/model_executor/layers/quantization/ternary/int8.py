@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm.model_executor.kernels.linear import (
+    CPUInt8ScaledMMLinearKernel,
     MPLinearLayerConfig,
     choose_mp_linear_kernel,
     init_int8_linear_kernel,
@@ -361,8 +362,18 @@ class _W8A8Kernel(_Kernel):
             layer.register_parameter(name, None)
         if not hasattr(layer, "azp_adj"):
             layer.register_parameter("azp_adj", None)
-        with set_default_torch_dtype(layer.ternary_act_dtype):
-            self.kernel.process_weights_after_loading(layer)
+        kernel, dtype = self.kernel, layer.ternary_act_dtype
+        # oneDNN's output has the default dtype.
+        with set_default_torch_dtype(dtype):
+            if (
+                isinstance(kernel, CPUInt8ScaledMMLinearKernel)
+                and dtype == torch.float32
+            ):
+                # The AMX kernel, which it would choose, takes 16-bit activations only.
+                kernel.linear_method = kernel._apply_weights_onednn
+                kernel.process_weights_for_onednn(layer)
+            else:
+                kernel.process_weights_after_loading(layer)
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None
