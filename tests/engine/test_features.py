@@ -11,8 +11,11 @@ import torch
 from drive_engine import drive
 from mixed_models import Stored, qwen3, store_ternary, write_pair
 from safetensors.torch import save_file
+from server import DEVICE
 
 SETTINGS = {"module_overrides": {"re:model.embed_tokens|lm_head": {"kind": "ternary"}}}
+# Two ranks of one core each, where the machine has a single NUMA node.
+CPU_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if DEVICE == "cpu" else {}
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
 
 
@@ -101,3 +104,51 @@ def test_dummy_then_reload_with_adapters(
     assert adapted == expected["adapted"]
     assert b == expected["b"]
     assert again == expected["adapted"]
+
+
+@pytest.mark.skipif(
+    DEVICE == "cuda" and torch.cuda.device_count() < 2, reason="needs two GPUs"
+)
+def test_pipeline_parallel(
+    models: dict[str, str], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    """Two stages: the embedding on the first, the head on the last."""
+    ((tokens,),) = drive(
+        [
+            {
+                "model": models["a"],
+                "args": {"pipeline_parallel_size": 2},
+                "steps": [["generate"]],
+            }
+        ],
+        tmp_path / "log",
+        **CPU_RANKS,
+    )
+    assert tokens == expected["a"]
+
+
+def test_sleep(
+    models: dict[str, str], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    """Weights go to the host and come back; vLLM refuses to sleep on the CPU."""
+    (results,) = drive(
+        [
+            {
+                "model": models["a"],
+                "args": {"enable_sleep_mode": True},
+                "steps": [
+                    ["generate"],
+                    ["sleep", 1],
+                    ["generate"],
+                    ["sleep", 2],
+                    ["reload_weights"],
+                    ["generate"],
+                ],
+            }
+        ],
+        tmp_path / "log",
+    )
+    if DEVICE == "cpu":
+        assert "leep mode is not supported" in results[-1]["error"]
+    else:
+        assert results[0] == results[2] == results[5] == expected["a"]
