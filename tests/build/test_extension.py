@@ -204,6 +204,7 @@ def test_symbol_newer_than_the_tag(tmp_path: Path):
         'extern "C" double f(double x);\n'
         '__asm__(".symver f, exp@GLIBC_2.29");\n'
         'extern "C" double g(double x) { return f(x); }\n',
+        "-lm",
     )
     with pytest.raises(
         BuildError, match=r"exp needs GLIBC_2\.29, newer than manylinux"
