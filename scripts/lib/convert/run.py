@@ -138,8 +138,9 @@ def verify_checkpoint(plan: Plan, directory: Path, progress: Progress) -> None:
             continue
         packed, scale, *zero_point = found
         name = weight.module + ".packed_ternary_weight"
-        t = format.unpack(packed, weight.size_k, strict=True, name=name)
+        t = format.unpack(packed, weight.size_k, name=name)
         _same(name, t, value.t)
+        format.check_codes(packed, weight.size_k, strict=True, name=name)
         _same(weight.module + ".weight_scale", scale, value.scale)
         if zero_point:
             assert value.zero_point is not None
