@@ -18,6 +18,7 @@ RUN := $(BIN)/python
 PIP := $(RUN) -m pip install --quiet
 VERSION := $(shell cat VLLM_VERSION)
 LINTED := scripts tests overlay
+OVERLAY = $(shell cd overlay && find vllm -name '*.py')
 NATIVE = $(shell find csrc scripts/lib -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
 
 OPTIONS := $(if $(OFFLINE),--offline)
@@ -80,6 +81,9 @@ lint: $(VENV)/.tools
 	$(BIN)/ruff format --check $(LINTED)
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
 	$(BIN)/mypy
+	$(RUN) scripts/apply_patches.py $(OPTIONS)
+	cd build/vllm-$(VERSION) && ../../$(BIN)/mypy --config-file ../../pyproject.toml \
+	  --follow-imports=skip $(OVERLAY)
 
 format: $(VENV)/.tools
 	$(BIN)/ruff check --fix $(LINTED)

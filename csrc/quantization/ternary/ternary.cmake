@@ -56,6 +56,7 @@ define_extension_target(
 # says that it is needed, since loading the extension registers its ops.
 target_compile_definitions(_ternary_C PRIVATE
   TORCH_TARGET_VERSION=0x020B000000000000ULL)
+target_compile_options(_ternary_C PRIVATE $<$<NOT:$<CONFIG:Debug>>:-O3>)
 target_link_options(_ternary_C PRIVATE "LINKER:--no-as-needed")
 if(TERNARY_LANGUAGE STREQUAL "CUDA")
   target_compile_definitions(_ternary_C PRIVATE USE_CUDA)
