@@ -1,16 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Load a model into an engine and print, as JSON, every tensor that it holds.
-
-Usage: inspect_model.py MODEL [JSON of further engine arguments]
-"""
-
-import json
-import sys
+"""What a loaded model holds; runs inside the engine's processes."""
 
 import torch
-
-from vllm import LLM
 
 
 def tensors_of(model: torch.nn.Module) -> list[dict]:
@@ -44,14 +36,3 @@ def tensors_of(model: torch.nn.Module) -> list[dict]:
                 )
             )
     return found
-
-
-def main() -> None:
-    extra = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
-    llm = LLM(sys.argv[1], skip_tokenizer_init=True, **extra)
-    (found,) = llm.apply_model(tensors_of)
-    print("TENSORS " + json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

@@ -36,16 +36,23 @@ def engine_env(**extra: str) -> dict[str, str]:
     return env
 
 
-def engine_args() -> list[str]:
-    """Arguments that keep an engine small on either device."""
+def engine_args(compiled: bool = False) -> list[str]:
+    """Arguments that keep an engine small on either device.
+
+    Args:
+        compiled: with torch.compile and CUDA graphs, where there is a GPU.
+
+    """
     args = ["--dtype", DTYPE, "--max-num-seqs", "8", "--max-model-len", "128"]
-    if DEVICE == "cpu":
-        return [*args, "--enforce-eager"]
-    return [*args, "--gpu-memory-utilization", "0.2"]
+    if DEVICE == "cuda":
+        args += ["--gpu-memory-utilization", "0.2"]
+    return args if compiled and DEVICE == "cuda" else [*args, "--enforce-eager"]
 
 
 @contextlib.contextmanager
-def serve(model: Path, log: Path, *args: str) -> Iterator[openai.OpenAI]:
+def serve(
+    model: Path, log: Path, *args: str, compiled: bool = False
+) -> Iterator[openai.OpenAI]:
     """Run `vllm serve MODEL`, and give a client once it is healthy.
 
     Raises:
@@ -57,7 +64,7 @@ def serve(model: Path, log: Path, *args: str) -> Iterator[openai.OpenAI]:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     command += ["--served-model-name", "model", "--host", "127.0.0.1"]
-    command += ["--port", str(port), *engine_args(), *args]
+    command += ["--port", str(port), *engine_args(compiled), *args]
     with log.open("w") as out:
         process = subprocess.Popen(
             command,

@@ -3,20 +3,24 @@
 """The wheel serving ternary models through vLLM's own server, end to end."""
 
 import importlib.resources
-import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import openai
 import pytest
 import torch
+from drive_engine import drive
 from models import dequantized_weights, write_qwen3_pair
-from server import DTYPE, engine_env, serve
+from server import DTYPE, serve
 from transformers import AutoModel, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
+# Rounding of 16-bit activations moves the logits of these models by about a
+# hundredth; in float32 every token must agree.
+NEAR_TIE = 0.0 if DTYPE == "float32" else 0.05
 SENTENCES = [
     "The cat sits on the mat.",
     "A feline rests upon a rug.",
@@ -61,10 +65,9 @@ def test_embeddings_of_minilm(minilm: Path, tmp_path: Path) -> None:
         ).config,
         dtype=torch.float32,
     ).eval()
-    missing, unexpected = model.load_state_dict(
-        dequantized_weights(minilm), strict=False
-    )
-    assert not unexpected and not [m for m in missing if "position_ids" not in m]
+    weights = dequantized_weights(minilm)
+    weights.pop("embeddings.position_ids", None)  # a buffer that old checkpoints store
+    model.load_state_dict(weights)
     tokens = AutoTokenizer.from_pretrained(minilm)(
         SENTENCES, padding=True, return_tensors="pt"
     )
@@ -76,9 +79,9 @@ def test_embeddings_of_minilm(minilm: Path, tmp_path: Path) -> None:
     assert cosine.min() >= 0.9999, cosine
 
 
-def test_memory_of_minilm(minilm: Path) -> None:
+def test_memory_of_minilm(minilm: Path, tmp_path: Path) -> None:
     """What the engine holds is what the format says, and nothing of 16-bit size."""
-    tensors = _inspect(minilm, runner="pooling")
+    tensors = _inspect(minilm, tmp_path / "log", runner="pooling")
     ternary = [t for t in tensors if t["method"] == "TernaryLinearMethod"]
     layers = {t["module"]: (t["size_n"], t["size_k"]) for t in ternary}
     # Six layers of qkv, attention output, and the two of the MLP.
@@ -112,17 +115,33 @@ def test_greedy_tokens_of_qwen3(qwen3: tuple[Path, Path], tmp_path: Path) -> Non
     answers = []
     for model in qwen3:
         log = tmp_path / f"{model.name}.log"
-        with serve(model, log) as client, ThreadPoolExecutor(8) as pool:
+        compiled = model.name == "ternary"
+        with (
+            serve(model, log, compiled=compiled) as client,
+            ThreadPoolExecutor(8) as pool,
+        ):
             answers.append(list(pool.map(lambda p: _complete(client, p), prompts)))
-    assert answers[0] == answers[1]
-    assert all(len(tokens) == 24 for tokens in answers[0])
+    for found, expected in zip(*answers, strict=True):
+        assert_same_greedy(found, expected)
     # A model stuck on one token would agree with anything.
-    assert len({token for tokens in answers[0] for token in tokens}) > 24
+    assert len({step.token for answer in answers[0] for step in answer}) > 24
 
 
-def test_memory_of_qwen3(qwen3: tuple[Path, Path]) -> None:
+def assert_same_greedy(found: list["Step"], expected: list["Step"]) -> None:
+    """Equal tokens; in 16 bits, up to a step where the best two are a near-tie.
+
+    What follows such a step is another text, so the comparison ends there.
+    """
+    assert len(found) == len(expected) == 24
+    for step, reference in zip(found, expected, strict=True):
+        if step.token != reference.token:
+            assert reference.margin < NEAR_TIE, (found, expected)
+            return
+
+
+def test_memory_of_qwen3(qwen3: tuple[Path, Path], tmp_path: Path) -> None:
     """Odd sizes: the kernels' padding is bounded, and no 16-bit weight is left."""
-    tensors = _inspect(qwen3[0])
+    tensors = _inspect(qwen3[0], tmp_path / "log")
     ternary = [t for t in tensors if t["method"] == "TernaryLinearMethod"]
     assert len({t["module"] for t in ternary}) == 8
     for tensor in ternary:
@@ -135,33 +154,33 @@ def test_memory_of_qwen3(qwen3: tuple[Path, Path]) -> None:
         assert tensor["bytes"] <= limit, tensor
 
 
-def _complete(client: openai.OpenAI, prompt: list[int]) -> list[int]:
+@dataclass(frozen=True)
+class Step:
+    """A generated token, and how much likelier (log) it was than the runner-up."""
+
+    token: int
+    margin: float
+
+
+def _complete(client: openai.OpenAI, prompt: list[int]) -> list[Step]:
     answer = client.completions.create(
         model="model",
         prompt=prompt,
         max_tokens=24,
         temperature=0,
+        logprobs=2,
         extra_body={"ignore_eos": True, "return_token_ids": True},
     )
-    return answer.choices[0].token_ids
+    choice = answer.choices[0]
+    best = [sorted(top.values())[-2:] for top in choice.logprobs.top_logprobs]
+    return [
+        Step(token, high - low)
+        for token, (low, high) in zip(choice.token_ids, best, strict=True)
+    ]
 
 
-def _inspect(model: Path, **engine_arguments: object) -> list[dict]:
-    arguments = {"dtype": DTYPE, "enforce_eager": True, "max_model_len": 128}
-    arguments |= {"max_num_seqs": 8, **engine_arguments}
-    if DTYPE != "float32":
-        arguments["gpu_memory_utilization"] = 0.2
-    result = subprocess.run(
-        [
-            sys.executable,
-            str(Path(__file__).parent / "inspect_model.py"),
-            str(model),
-            json.dumps(arguments),
-        ],
-        env=engine_env(VLLM_ALLOW_INSECURE_SERIALIZATION="1"),
-        capture_output=True,
-        text=True,
-    )
-    lines = [x for x in result.stdout.splitlines() if x.startswith("TENSORS ")]
-    assert lines, result.stdout[-3000:] + result.stderr[-6000:]
-    return json.loads(lines[0].removeprefix("TENSORS "))
+def _inspect(model: Path, log: Path, **engine_arguments: object) -> list[dict]:
+    """Every tensor that an engine holds for the model, see inspect_model.py."""
+    job = {"model": str(model), "args": engine_arguments, "steps": [["tensors"]]}
+    (((tensors,),),) = drive([job], log)
+    return tensors
