@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <optional>
 
@@ -86,6 +87,30 @@ inline Row row_of(const Tensor& x, int64_t m) {
 // Rows of x below which a second thread does not pay.
 inline int64_t row_grain(const Weight& w) {
   return std::max<int64_t>(1, 16384 / w.k_pad);
+}
+
+// x in the tiles of the AMX kernels: [tokens / 16][k / tile][16][64 bytes].
+constexpr int64_t kTileTokens = 16;
+constexpr int64_t kTileRowBytes = 64;
+constexpr int64_t kTileBytes = kTileTokens * kTileRowBytes;
+
+// Where token m begins; its next 64 bytes are one tile further.
+inline int64_t tile_offset(int64_t m, int64_t row_bytes) {
+  return m / kTileTokens * kTileTokens * row_bytes +
+         m % kTileTokens * kTileRowBytes;
+}
+
+// Clears the rows of the last tiles that have no token, in `count` arrays.
+inline void zero_absent_tokens(char* data, int64_t array_bytes, int64_t count,
+                               int64_t size_m, int64_t row_bytes) {
+  for (int64_t i = 0; i < count; ++i) {
+    for (int64_t m = size_m; m % kTileTokens != 0; ++m) {
+      char* row = data + i * array_bytes + tile_offset(m, row_bytes);
+      for (int64_t k = 0; k < row_bytes; k += kTileRowBytes) {
+        std::memset(row + k * kTileTokens, 0, kTileRowBytes);
+      }
+    }
+  }
 }
 
 // Uninitialized scratch, aligned to a cache line.

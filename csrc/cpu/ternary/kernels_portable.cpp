@@ -59,13 +59,13 @@ void decode_words(const uint32_t* words, int offset, T* out) {
 }  // namespace
 
 // x: float [size_m][k_pad].
-void gemm_f32_portable(const Problem& p, int64_t unit_begin, int64_t unit_end) {
+void gemm_f32_portable(const Problem& p, int64_t unit, int64_t unit_end) {
   const Weight& w = p.weight;
   const float* x = static_cast<const float*>(p.x);
-  for (int64_t unit = unit_begin; unit < unit_end; ++unit) {
+  for (; unit < unit_end; ++unit) {
     const uint32_t* words = w.unit_words(unit);
-    for (int64_t m0 = 0; m0 < p.size_m; m0 += kRowsM) {
-      const int64_t mcount = p.size_m - m0 < kRowsM ? p.size_m - m0 : kRowsM;
+    for (int64_t m0 = p.m_begin; m0 < p.m_end; m0 += kRowsM) {
+      const int64_t mcount = p.m_end - m0 < kRowsM ? p.m_end - m0 : kRowsM;
       float total[kRowsM][kLaneRows] = {};
       for (int64_t block = 0; block < w.nblocks; ++block) {
         float sum[kRowsM][kLaneRows] = {};
@@ -95,14 +95,13 @@ void gemm_f32_portable(const Problem& p, int64_t unit_begin, int64_t unit_end) {
 
 // x: int8 [size_m][k_pad], the 16 values of a word in the order of
 // kInt8Order.
-void gemm_int8_portable(const Problem& p, int64_t unit_begin,
-                        int64_t unit_end) {
+void gemm_int8_portable(const Problem& p, int64_t unit, int64_t unit_end) {
   const Weight& w = p.weight;
   const int8_t* x = static_cast<const int8_t*>(p.x);
-  for (int64_t unit = unit_begin; unit < unit_end; ++unit) {
+  for (; unit < unit_end; ++unit) {
     const uint32_t* words = w.unit_words(unit);
-    for (int64_t m0 = 0; m0 < p.size_m; m0 += kRowsM) {
-      const int64_t mcount = p.size_m - m0 < kRowsM ? p.size_m - m0 : kRowsM;
+    for (int64_t m0 = p.m_begin; m0 < p.m_end; m0 += kRowsM) {
+      const int64_t mcount = p.m_end - m0 < kRowsM ? p.m_end - m0 : kRowsM;
       float total[kRowsM][kLaneRows] = {};
       for (int64_t block = 0; block < w.nblocks; ++block) {
         int32_t sum[kRowsM][kLaneRows];

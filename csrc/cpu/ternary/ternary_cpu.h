@@ -42,12 +42,13 @@ struct Weight {
   }
 };
 
-// y[m, n] for n in [row_begin, row_end) and all m. x is in the padded K and in
-// the form the kernel asked for (Kernels::prepare_*).
+// y[m, n] for n in [row_begin, row_end) and m in [m_begin, m_end). x is in the
+// padded K, in the form that the kernel asks for.
 struct Problem {
   Weight weight;
   int64_t size_m = 0;
-  const void* x = nullptr;          // see the kernel
+  const void* x = nullptr;
+  int64_t planes = 1, x_plane = 0;  // AMX only: x is a sum, bytes apart
   const float* x_sum = nullptr;     // [nblocks][size_m], with a zero point only
   const int32_t* xq_sum = nullptr;  // [nblocks][size_m], W2A8 only
   const float* x_scale = nullptr;   // [size_m]: y = x_scale * sum, W2A8 only
@@ -56,6 +57,7 @@ struct Problem {
   void* y = nullptr;  // [size_m, size_n], contiguous
   Type y_type = Type::kFloat;
   int64_t row_begin = 0, row_end = 0;
+  int64_t m_begin = 0, m_end = 0;
 };
 
 // Computes lane groups [unit_begin, unit_end); called from several threads.

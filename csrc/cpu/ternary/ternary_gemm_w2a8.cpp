@@ -4,15 +4,15 @@
 // ternary_gemm_w2a8 on the CPU: an optional RMSNorm, int8 activations per
 // token, an exact int32 sum per block, scales in float32.
 
-#include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include "activation.h"
 #include "host.h"
-#include "kernels.h"
+#include "plan.h"
+#include "schedule.h"
 
 namespace vllm::ternary::cpu {
 namespace {
@@ -60,50 +60,68 @@ Tensor ternary_gemm_w2a8(const Tensor& x, const Tensor& weight,
   }
 
   const Weight& w = p.weight;
+  const Plan plan = plan_w2a8(select_isa(), p.size_m, w);
+  const bool tiles = plan.form == Form::kTiles;
   const int64_t parts = static_cast<int64_t>(ends.size());
-  Scratch<int8_t> quantized(parts * p.size_m * w.k_pad);
+  const int64_t part_bytes =
+      (tiles ? round_up(p.size_m, kTileTokens) : p.size_m) * w.k_pad;
+  Scratch<char> quantized(parts * part_bytes);
   Scratch<int32_t> sums(parts * p.size_m * w.nblocks);
   Scratch<float> factors(parts * p.size_m);
+  if (tiles) {
+    zero_absent_tokens(quantized.data(), part_bytes, parts, p.size_m, w.k_pad);
+  }
   torch::stable::parallel_for(
       0, p.size_m, row_grain(w), [&](int64_t begin, int64_t end) {
         Scratch<float> row(w.size_k);
         Scratch<float> normed(w.size_k);
+        Scratch<int8_t> bytes(w.k_pad);
         for (int64_t m = begin; m < end; ++m) {
-          widen_row(row_of(x, m), w.size_k, row.data());
-          const float inverse = norm_weight.has_value()
-                                    ? rms_inverse(row.data(), w.size_k,
-                                                  static_cast<float>(norm_eps))
-                                    : 0.0f;
+          plan.ops->widen_row(row_of(x, m), w.size_k, row.data());
+          const float inverse =
+              norm_weight.has_value()
+                  ? plan.ops->rms_inverse(row.data(), w.size_k,
+                                          static_cast<float>(norm_eps))
+                  : 0.0f;
           for (int64_t part = 0; part < parts; ++part) {
             const float* source = row.data();
             if (norm_weight.has_value()) {
-              apply_norm(row.data(), w.size_k, inverse, norm_weight->data_ptr(),
-                         to_type(norm_weight->scalar_type()), part * w.size_k,
-                         p.y_type, normed.data());
+              plan.ops->apply_norm(row.data(), w.size_k, inverse,
+                                   row_of(*norm_weight, part), p.y_type,
+                                   normed.data());
               source = normed.data();
             }
-            factors.data()[part * p.size_m + m] =
-                quantize_row(w, source, p.size_m, m,
-                             quantized.data() + (part * p.size_m + m) * w.k_pad,
-                             sums.data() + part * p.size_m * w.nblocks);
+            char* out = quantized.data() + part * part_bytes;
+            int8_t* target = tiles
+                                 ? bytes.data()
+                                 : reinterpret_cast<int8_t*>(out) + m * w.k_pad;
+            factors.data()[part * p.size_m + m] = plan.ops->quantize_row(
+                w, source, p.size_m, m, target,
+                sums.data() + part * p.size_m * w.nblocks);
+            if (tiles) {
+              char* row_of_tile = out + tile_offset(m, w.k_pad);
+              for (int64_t k = 0; k < w.k_pad; k += kTileRowBytes) {
+                std::memcpy(row_of_tile + k * kTileTokens, target + k,
+                            kTileRowBytes);
+              }
+            }
           }
         }
       });
 
+  std::vector<Problem> problems;
   for (int64_t part = 0; part < parts; ++part) {
     Problem q = p;
     q.row_begin = part == 0 ? 0 : ends[part - 1];
     q.row_end = ends[part];
-    if (q.row_begin == q.row_end) {
-      continue;
-    }
-    q.x = quantized.data() + part * p.size_m * w.k_pad;
+    q.x = quantized.data() + part * part_bytes;
     q.xq_sum = sums.data() + part * p.size_m * w.nblocks;
     q.x_scale = factors.data() + part * p.size_m;
-    torch::stable::parallel_for(
-        q.row_begin / kLaneRows, ceil_div(q.row_end, kLaneRows), 1,
-        [&](int64_t begin, int64_t end) { gemm_int8_portable(q, begin, end); });
+    if (q.row_begin < q.row_end) {
+      problems.push_back(q);
+    }
   }
+  run_parallel(problems, plan.kernel, plan.token_chunk);
   return y;
 }
 

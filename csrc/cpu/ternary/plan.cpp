@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+
+#include "plan.h"
+
+#include <algorithm>
+
+namespace vllm::ternary::cpu {
+namespace {
+
+#if defined(__x86_64__)
+
+// Up to here a table for each token beats decoded weights.
+constexpr int64_t kTableTokens = 3;
+// From here on tiles beat vectors.
+constexpr int64_t kAmxTokensW2A16 = 2;
+constexpr int64_t kAmxTokensW2A8 = 4;
+
+// Tokens whose x stays in half of a 2 MiB L2 next to the panel of weights.
+int64_t tile_chunk(const Weight& w, int64_t token_bytes) {
+  constexpr int64_t kBytes = 768 * 1024, kStep = 32;
+  const int64_t fit = kBytes / (w.k_pad * token_bytes) / kStep * kStep;
+  return std::clamp<int64_t>(fit, 64, 512);
+}
+
+bool whole_blocks(const Weight& w, int64_t step) {
+  return w.nblocks == 1 || w.block_pad % step == 0;
+}
+
+#endif
+
+}  // namespace
+
+Plan plan_w2a16(Isa isa, Type x_type, int64_t size_m, const Weight& w) {
+#if defined(__x86_64__)
+  if (isa >= Isa::kAmx && size_m >= kAmxTokensW2A16 && whole_blocks(w, 32)) {
+    const int64_t planes = x_type == Type::kBFloat16 ? 1
+                           : x_type == Type::kHalf   ? 2
+                                                     : 3;
+    return {
+        gemm_bf16_amx,     Form::kTiles, 2, planes, tile_chunk(w, 2 * planes),
+        &kActivationAvx512};
+  }
+  if (isa >= Isa::kAvx512Vnni) {
+    if (size_m <= kTableTokens) {
+      return {gemm_lut_avx512, Form::kTable, 4, 1, size_m, &kActivationAvx512};
+    }
+    if (isa >= Isa::kAvx512Bf16 && x_type == Type::kBFloat16) {
+      return {gemm_bf16_avx512, Form::kRows, 2, 1, size_m, &kActivationAvx512};
+    }
+    return {gemm_f32_avx512, Form::kRows, 4, 1, size_m, &kActivationAvx512};
+  }
+  if (isa >= Isa::kAvx2) {
+    return {gemm_f32_avx2, Form::kRows, 4, 1, size_m, &kActivationAvx2};
+  }
+#endif
+  return {gemm_f32_portable, Form::kRows, 4, 1, size_m, &kActivationPortable};
+}
+
+Plan plan_w2a8(Isa isa, int64_t size_m, const Weight& w) {
+#if defined(__x86_64__)
+  if (isa >= Isa::kAmx && size_m >= kAmxTokensW2A8 && whole_blocks(w, 64)) {
+    return {gemm_int8_amx,    Form::kTiles,      1, 1,
+            tile_chunk(w, 1), &kActivationAvx512};
+  }
+  if (isa >= Isa::kAvx512Vnni) {
+    return {gemm_int8_avx512, Form::kRows, 1, 1, size_m, &kActivationAvx512};
+  }
+  if (isa >= Isa::kAvx2) {
+    return {gemm_int8_avx2, Form::kRows, 1, 1, size_m, &kActivationAvx2};
+  }
+#endif
+  return {gemm_int8_portable, Form::kRows, 1, 1, size_m, &kActivationPortable};
+}
+
+}  // namespace vllm::ternary::cpu
