@@ -147,6 +147,81 @@ def test_layers_answer_as_in_transformers(kind, use_rms_norm, tmp_path):
     assert (y - expected).abs().mean() < 2e-4 * y.abs().mean()
 
 
+@pytest.mark.parametrize("kind", ["bitlinear", "autobitlinear"])
+def test_bias(kind, tmp_path):
+    """AutoBitLinear adds it before it multiplies by the scale, BitLinear after."""
+    write(tmp_path / "in", kind, "qwen2", seed=31, dtype=torch.float32)
+    source = build.read(tmp_path / "in")
+    assert convert(tmp_path / "in", tmp_path / "out", "--verify") == 0
+    result = build.read(tmp_path / "out")
+    prefix = "model.layers.1.self_attn.k_proj."
+    layer_class = {"bitlinear": bitnet.BitLinear, "autobitlinear": bitnet.AutoBitLinear}
+    layer = layer_class[kind](256, 128, bias=True, dtype=torch.float32)
+    state = {k[len(prefix) :]: v for k, v in source.items() if k.startswith(prefix)}
+    layer.load_state_dict(state)
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(8))
+    with torch.no_grad():
+        expected = layer(x)
+    t = codec.unpack(result[prefix + "packed_ternary_weight"], 256)
+    y = reference_linear(x, t, result[prefix + "weight_scale"])
+    y = y + result[prefix + "bias"].double()
+    off = (y - expected).abs()
+    assert off.max() < 2e-2 * y.abs().max() and off.mean() < 2e-4 * y.abs().mean()
+
+
+def test_integers_in_floating_point(tmp_path, capsys):
+    """What AutoBitLinear (offline) saves again after it has unpacked."""
+    made = write(tmp_path / "in", "autobitlinear", seed=32)
+
+    def change(tensors):
+        for name, (t, _) in made.items():
+            tensors[name] = t.to(torch.bfloat16)
+
+    build.rewrite(tmp_path / "in", change)
+    assert convert(tmp_path / "in", tmp_path / "out", "--verify") == 0
+    tensors = build.read(tmp_path / "out")
+    for name, (t, w) in made.items():
+        module = name.removesuffix("weight")
+        found = codec.unpack(tensors[module + "packed_ternary_weight"], t.shape[1])
+        scale = tensors[module + "weight_scale"]
+        assert torch.equal(codec.dequantize(found, scale, None, "tensor"), w)
+    build.rewrite(tmp_path / "in", lambda tensors: tensors[name].mul_(0.5))
+    assert convert(tmp_path / "in", tmp_path / "out2") == 1
+    assert "other values than -1, 0 and +1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("listed", "tied", "converted"),
+    [
+        (None, False, False),
+        ([], False, True),
+        (["lm_head"], False, False),
+        ([], True, False),
+    ],
+)
+def test_head(listed, tied, converted, tmp_path):
+    """Left alone without a list, as in transformers; else as the list says."""
+    write(tmp_path / "in", "online", seed=33)
+
+    def change(tensors):
+        if tied:
+            tensors.pop("lm_head.weight")
+
+    build.rewrite(tmp_path / "in", change)
+    config = settings_of("online") | {"modules_to_not_convert": listed}
+    build.set_config(
+        tmp_path / "in", quantization_config=config, tie_word_embeddings=tied
+    )
+    assert convert(tmp_path / "in", tmp_path / "out") == 0
+    assert (
+        "lm_head.packed_ternary_weight" in build.read(tmp_path / "out")
+    ) is converted
+    if converted:
+        config = json.loads((tmp_path / "out/config.json").read_text())
+        table = schemes.SchemeTable.from_config(config["quantization_config"])
+        assert table.explicit("lm_head").activation_bits == 8
+
+
 def test_packed_along_n_not_k(tmp_path):
     """Byte row r holds rows r, r + N/4, r + N/2 and r + 3N/4."""
     write(tmp_path / "in", "bitlinear", seed=3)

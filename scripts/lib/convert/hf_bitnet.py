@@ -65,7 +65,7 @@ class BitNetSource(Source):
             directory,
             config,
             activation_bits=8,
-            not_convert=list(settings.get("modules_to_not_convert") or []),
+            not_convert=_not_convert(settings, config),
             label=f"{linear_class}, {mode}",
         )
         if settings.get("use_rms_norm", False):
@@ -97,7 +97,7 @@ class NormedBitNetSource(Source):
 
     @classmethod
     def open(cls, directory: Path, config: dict[str, Any]) -> "NormedBitNetSource":
-        source = cls(directory, config, activation_bits=8)
+        source = cls(directory, config, activation_bits=8, not_convert=["lm_head"])
         source.input_norm = {"name": "norm", "eps": 1e-6}
         tensors = read_tensors(directory)
         source.entries = _masters(tensors, source, mean_in_float64=True)
@@ -115,6 +115,15 @@ class NormedBitNetSource(Source):
 
     def files(self) -> list[Path]:
         return files_to_carry(self.path)
+
+
+def _not_convert(settings: dict[str, Any], config: dict[str, Any]) -> list[str]:
+    """As in transformers: the head if there is no list, or if it is tied; with a list,
+    exactly what the list names."""
+    listed = settings.get("modules_to_not_convert")
+    if listed is None or config.get("tie_word_embeddings"):
+        return [*(listed or []), "lm_head"]
+    return list(listed)
 
 
 def unpack(packed: torch.Tensor, name: str) -> torch.Tensor:
@@ -183,9 +192,8 @@ def _masters(
             entries.append(plain(tensor))
             continue
         module = tensor.name.removesuffix(".weight")
-        if not names.is_block_linear(module) or schemes.matches_not_convert(
-            module, source.not_convert
-        ):
+        linear = names.is_block_linear(module) or module == "lm_head"
+        if not linear or schemes.matches_not_convert(module, source.not_convert):
             entries.append(full_weight(tensor))
             continue
         label = f"{NAMES[tensor.dtype]} master"
@@ -200,11 +208,13 @@ def _packed(
     entries: list[Plain | Weight] = []
     for tensor in tensors.values():
         module, _, last = tensor.name.rpartition(".")
+        scale = tensors.get(f"{module}.weight_scale")
         if last == "weight_scale" and f"{module}.weight" in tensors:
             continue
-        scale = tensors.get(f"{module}.weight_scale")
         if last == "weight" and (scale or tensor.dtype == torch.uint8):
             entries.append(_packed_weight(tensor, scale, inverse))
+        elif last == "bias" and scale is not None and not inverse:
+            entries.append(_scaled_bias(tensor, scale))
         elif is_full_weight(tensor):
             listed = schemes.matches_not_convert(module, not_convert)
             if names.is_block_linear(module) and not listed:
@@ -229,15 +239,10 @@ def _packed_weight(
             f"{tensor.path}: {module}.weight_scale is missing beside the packed "
             f"{tensor.name}. Download the checkpoint again."
         )
-    if (
-        tensor.dtype != torch.uint8
-        or len(tensor.shape) != 2
-        or scale.shape
-        not in (
-            (),
-            (1,),
-        )
-    ):
+    packed = tensor.dtype == torch.uint8
+    # autobitlinear also takes the integers themselves, in floating point.
+    good = packed or (tensor.dtype.is_floating_point and not inverse)
+    if not good or len(tensor.shape) != 2 or scale.shape not in ((), (1,)):
         raise ConversionError(
             f"{tensor.path}: {tensor.name} is {NAMES[tensor.dtype]} "
             f"{list(tensor.shape)} with a scale of shape {list(scale.shape)}; uint8 "
@@ -246,18 +251,38 @@ def _packed_weight(
 
     def read() -> Ternary:
         value = scale.read().to(torch.float64).view(1)
-        if not bool(value.isfinite().all()) or (inverse and not bool(value.all())):
+        if not bool(value.isfinite().all()) or value.item() <= 0:
             raise TernaryFormatError(
-                scale.name, f"is {value.item()}", "Check the source checkpoint"
+                scale.name,
+                f"is {value.item()}; a scale is finite and positive",
+                "Download the checkpoint again",
             )
         value = quantize.round_to(1.0 / value if inverse else value, torch.float32)
-        t = unpack(tensor.read(), tensor.name)
-        if value.item() < 0:
-            value, t = -value, -t
+        stored = tensor.read()
+        if packed:
+            return Ternary(unpack(stored, tensor.name), value, None, "tensor")
+        t = stored.to(torch.int8)
+        if not bool((t == stored).all()):
+            raise TernaryFormatError(
+                tensor.name,
+                "holds other values than -1, 0 and +1 beside a weight_scale",
+                "If the weights are masters, set quantization_mode to online",
+            )
         return Ternary(t, value, None, "tensor")
 
     label = "bitlinear" if inverse else "autobitlinear"
-    return _native(tensor, 4 * tensor.shape[0], label, read, scale.dtype)
+    size_n = tensor.shape[0] * (4 if packed else 1)
+    return _native(tensor, size_n, label, read, scale.dtype)
+
+
+def _scaled_bias(tensor: StoredTensor, scale: StoredTensor) -> Plain:
+    """AutoBitLinear computes (x t + bias) * weight_scale."""
+
+    def read() -> torch.Tensor:
+        bias = tensor.read().to(torch.float32) * scale.read().to(torch.float32)
+        return bias.to(tensor.dtype)
+
+    return Plain(tensor.spec, read, NAMES[tensor.dtype], tensor.nbytes)
 
 
 def _check_norms(source: Source, norm: str) -> None:

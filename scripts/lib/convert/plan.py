@@ -137,7 +137,13 @@ def make_plan(source: Source, options: Options, progress: Progress) -> Plan:
             f"{source.path}: nothing to convert. No 2-D weight of a transformer block "
             "was found, or --modules-to-not-convert names them all."
         )
-    config = quant_config.build(decided, source.activation_bits, source.input_norm)
+    head = any(
+        isinstance(d, Decision) and d.weight.native and d.weight.module == "lm_head"
+        for d in steps
+    )
+    config = quant_config.build(
+        decided, source.activation_bits, source.input_norm, quantized_head=head
+    )
     return Plan(source, options, steps, config, notes)
 
 

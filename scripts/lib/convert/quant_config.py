@@ -18,12 +18,15 @@ def build(
     decided: Mapping[str, Settings],
     activation_bits: int | None = None,
     input_norm: Mapping[str, Any] | None = None,
+    quantized_head: bool = False,
 ) -> dict[str, Any]:
     """The config that gives every module in ``decided`` its settings.
 
     The most frequent ternary settings become the default; the rest is listed by
     name, or by a regular expression where every module of that name in every
-    block is alike. The result is read back with the overlay's own reader and compared.
+    block is alike. ``quantized_head`` says that the head's input is normalized and
+    quantized as that of the linears. The result is read back with the overlay's own
+    reader and compared.
     """
     linear = [
         _key(s)
@@ -54,8 +57,9 @@ def build(
         entry = {k: v for k, v in settings.items() if k != "kind" and v != default[k]}
         if names.is_embedding(module):
             # The settings of the linears' inputs are not those of a table.
-            entry |= {"activation_bits": None} if activation_bits else {}
-            entry |= {"input_norm": None} if input_norm else {}
+            if not (quantized_head and module.endswith("lm_head")):
+                entry |= {"activation_bits": None} if activation_bits else {}
+                entry |= {"input_norm": None} if input_norm else {}
             different[module] = {"kind": "ternary", **entry}
         elif entry:
             different[module] = {"kind": "ternary", **entry}
