@@ -85,7 +85,7 @@ def _undefined(path: Path) -> list[tuple[str, str, tuple[int, ...]]]:
     found = []
     pattern = re.compile(r"\*UND\*\s+\S+\s+(?:\(?(\w+?)_([\d.]+)\)?\s+|Base\s+)?(\S+)$")
     for line in _objdump("-T", path).splitlines():
-        weak = line[17:18] == "w"
+        weak = line[18:19] == "w"
         if (match := pattern.search(line)) and not (weak and not match[1]):
             family, version, symbol = match.groups()
             numbers = tuple(map(int, version.split("."))) if version else ()
