@@ -4,6 +4,7 @@
 
 import pytest
 import torch
+
 from lib.validate import ranks
 from vllm.platforms import current_platform
 

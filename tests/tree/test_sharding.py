@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from lib.validate.ranks import (
     LayerSpec,
     Rank,
@@ -115,9 +116,7 @@ def check_reassembly(spec: LayerSpec, ranks: list[Rank], parts: list[Part]) -> N
         assert not tensor.any()
 
 
-def outputs(
-    spec: LayerSpec, ranks: list[Rank], x: torch.Tensor
-) -> list[torch.Tensor]:
+def outputs(spec: LayerSpec, ranks: list[Rank], x: torch.Tensor) -> list[torch.Tensor]:
     """Each rank's output, from vLLM's forward and the CPU kernels."""
     results = []
     for rank in ranks:
@@ -135,9 +134,7 @@ def outputs(
     return results
 
 
-def check_outputs(
-    spec: LayerSpec, ranks: list[Rank], parts: list[Part], rng
-) -> None:
+def check_outputs(spec: LayerSpec, ranks: list[Rank], parts: list[Part], rng) -> None:
     """The ranks' outputs, put together, equal the float64 product."""
     x = torch.from_numpy(rng.standard_normal((2, 3, spec.size_k))).float()
     results = outputs(spec, ranks, x)

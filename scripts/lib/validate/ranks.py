@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
+
+from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -73,7 +74,8 @@ def tensor_parallel(rank: int, size: int) -> Iterator[None]:
 
 def vllm_context() -> Any:
     """The configuration that layers ask for when they are made."""
-    return set_current_vllm_config(VllmConfig())
+    config = VllmConfig(device_config=DeviceConfig(device="cpu"))
+    return set_current_vllm_config(config)
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class LayerSpec:
         names: last names of the modules that the layer fuses.
         prefix: the layer's name.
         padding_size: of "embedding" and "head": the vocabulary is padded to it.
+
     """
 
     kind: Kind
@@ -173,6 +176,15 @@ def load(layer: torch.nn.Module, tensors: Tensors, shard_id: Any = None) -> None
             param.weight_loader(param, tensor, shard_id)
 
 
+def plain_scheme(scheme: Any) -> Scheme:
+    """How the weight is stored, without what only concerns the inputs."""
+    return Scheme(
+        block_size=scheme.block_size,
+        zero_point=scheme.zero_point,
+        scale_dtype=scheme.scale_dtype,
+    )
+
+
 @dataclass
 class Rank:
     """One rank's part of a layer, as loaded, in the layout of the checkpoint."""
@@ -212,6 +224,7 @@ def load_ranks(
             module that the checkpoint has for all of them.
         tp: number of ranks.
         fused: whether the parts are one module in the checkpoint.
+
     """
     ranks = []
     for rank in range(tp):
@@ -245,6 +258,7 @@ class Rows:
         t: int8 [rows, K].
         scale: [rows, blocks].
         zero_point: of the scale's shape, or None.
+
     """
 
     t: torch.Tensor
@@ -258,6 +272,7 @@ class Whole:
     Args:
         spec: the layer.
         ranks: from `load_ranks`.
+
     """
 
     def __init__(self, spec: LayerSpec, ranks: Sequence[Rank]):
@@ -326,6 +341,7 @@ class Whole:
             ShardError: a row or an input is in no rank or in two, ranks that share
                 a block have different scales for it, or a code before a rank's
                 first input is not 0.
+
         """
         size_k, count = self.spec.size_k, end - begin
         t = torch.empty(count, size_k, dtype=torch.int8)
