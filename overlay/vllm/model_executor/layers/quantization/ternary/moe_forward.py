@@ -2,12 +2,17 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The computation of ternary experts: tokens grouped by expert, packed weights.
 
-Three ways lead to the same sum. Each calls the ternary GEMM on slices of the stacked
-packed weights; nothing is ever dequantized into memory.
+Four ways lead to the same sum. All compute on the packed weights; nothing is ever
+dequantized into memory.
 
-- Outside CUDA graphs, and on the CPU: the experts that have tokens, each on its own
-  tokens. Costs one copy of the routing to the host per layer.
-- While a CUDA graph is captured the host cannot look at the routing:
+- On CUDA, the grouped kernel: tokens are sorted by expert on the device, and one launch
+  for each projection computes all experts. It takes 16-bit activations and block sizes
+  that 16 divides.
+- On the CPU, and on CUDA outside graphs where an expert has so many tokens that the
+  kernel for one matrix is better: the experts that have tokens, each on its own tokens.
+  Costs one copy of the routing to the host per layer.
+- While a CUDA graph is captured, for what the grouped kernel does not take. The host
+  cannot look at the routing then:
     - few tokens: the packed weights of each token's experts are gathered, so that one
       GEMM computes all of them (three times the ideal traffic of packed weights);
     - more tokens: every local expert computes every token, and what is not routed is
@@ -29,8 +34,15 @@ from vllm.model_executor.layers.fused_moe.config import (
     FUSED_MOE_UNQUANTIZED_CONFIG,
     FusedMoEConfig,
 )
+from vllm.model_executor.layers.fused_moe.moe_align_block_size import (
+    moe_align_block_size,
+)
 from vllm.utils.torch_utils import direct_register_custom_op
 
+# Blocks of routes that csrc/quantization/ternary/moe_gemm.h has kernels for.
+_BLOCK_SMALL, _BLOCK_LARGE = 16, 64
+# Routes per expert from which the larger block, or a product of its own, is better.
+_ROUTES_FOR_LARGE, _ROUTES_FOR_OWN = 32, 128
 # Gathering copies a weight once (read and write) and the GEMM reads it again.
 _GATHER_TRAFFIC = 3
 
@@ -76,6 +88,49 @@ class Projection:
             None if zero_point is None else zero_point[expert],
             None if self.bias is None else self.bias[expert],
             self.size_n,
+        )
+
+    @property
+    def grouped(self) -> bool:
+        """Whether the grouped kernel computes it."""
+        whole_row = self.block_size >= self.size_k
+        return self.activation_bits == 16 and (whole_row or self.block_size % 16 == 0)
+
+    def matmul_grouped(
+        self,
+        x: torch.Tensor,
+        blocks: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        top_k: int,
+        route_weights: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Multiply x [R / top_k, K] by the weight of each route's expert: [R, N].
+
+        Args:
+            x: one row for each top_k routes.
+            blocks: what `moe_align_block_size` returns; a negative expert gives 0.
+            top_k: routes of a row of x.
+            route_weights: float32 [R], or None for 1.
+
+        """
+        # Rows of whole 16 bytes.
+        width = self.lead + x.shape[1]
+        padding = -width % 8
+        if self.lead or padding:
+            x = F.pad(x, (self.lead, padding))[:, :width]
+        block_size = self.block_size
+        return torch.ops._C.ternary_moe_gemm(
+            x,
+            self.weight,
+            self.scale,
+            self.zero_point,
+            self.bias,
+            *blocks,
+            route_weights,
+            top_k,
+            x.shape[0] * top_k,
+            self.size_n,
+            self.size_k,
+            -(-block_size // 16) * 16 if block_size >= self.size_k else block_size,
         )
 
     def matmul_gathered(self, x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
@@ -190,7 +245,11 @@ def _ternary_experts(
         MoEActivation(activation),
         ApplyMoEActivationConfig(clamp_limit, alpha, beta, situ_beta, situ_linear_beta),
     )
-    if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+    capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    crowded = topk_ids.numel() >= _ROUTES_FOR_OWN * w13.shape[0]
+    if x.is_cuda and (capturing or not crowded) and up.grouped and down.grouped:
+        compute = _compute_grouped
+    elif not capturing:
         compute = _compute_routed
     elif _GATHER_TRAFFIC * topk_ids.numel() <= w13.shape[0]:
         compute = _compute_gathered
@@ -255,6 +314,30 @@ def _compute_routed(
         y = down.matmul(act(up.matmul(x[tokens], expert)), expert)
         out.index_add_(0, tokens, y.float() * weights[routes].unsqueeze(1))
     return out
+
+
+def _compute_grouped(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    up: Projection,
+    down: Projection,
+    act: _Activation,
+) -> torch.Tensor:
+    """All experts in one launch for each projection; float32 [M, H]."""
+    local, top_k = up.weight.shape[0], experts.shape[1]
+    large = experts.numel() >= _ROUTES_FOR_LARGE * local
+    # Routes to experts of other ranks, numbered -1, are sorted as one more expert.
+    order, owners, used = moe_align_block_size(
+        torch.where(experts < 0, local, experts).int(),
+        _BLOCK_LARGE if large else _BLOCK_SMALL,
+        local + 1,
+        pad_sorted_ids=True,
+    )
+    blocks = (order, torch.where(owners >= local, -1, owners), used)
+    hidden = act(up.matmul_grouped(x, blocks, top_k, None))
+    y = down.matmul_grouped(hidden, blocks, 1, weights.flatten())
+    return y.view(*experts.shape, -1).float().sum(1)
 
 
 def _compute_gathered(
