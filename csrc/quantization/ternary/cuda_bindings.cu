@@ -20,6 +20,7 @@
 
 #include "cuda_common.h"
 #include "gemm_dispatch.h"
+#include "mma_gemm.h"
 
 namespace vllm::ternary {
 namespace {
@@ -221,6 +222,36 @@ Tensor ternary_gemm_reference(const Tensor& x, const Tensor& weight,
                   block_size, [](const GemmArgs& a) { reference_gemm(a); });
 }
 
+// One kernel with one explicit cut, for the tuning script and the tests.
+Tensor ternary_gemm_tuned(const Tensor& x, const Tensor& weight,
+                          const Tensor& scale,
+                          const std::optional<Tensor>& zero_point,
+                          const std::optional<Tensor>& bias, int64_t size_n,
+                          int64_t size_k, int64_t block_size, int64_t variant,
+                          int64_t groups, int64_t split, bool pdl) {
+  return run_gemm(x, weight, scale, zero_point, bias, size_n, size_k,
+                  block_size, [&](const GemmArgs& a) {
+                    STD_TORCH_CHECK(mma_supported(a),
+                                    "the tensor core kernel needs scale blocks "
+                                    "of a multiple of 32");
+                    mma_gemm(a, {int(variant), int(groups), int(split), pdl});
+                  });
+}
+
+// The Hopper kernel for many tokens, whatever the dispatch table says.
+Tensor ternary_gemm_sm90(const Tensor& x, const Tensor& weight,
+                         const Tensor& scale,
+                         const std::optional<Tensor>& zero_point,
+                         const std::optional<Tensor>& bias, int64_t size_n,
+                         int64_t size_k, int64_t block_size) {
+  return run_gemm(x, weight, scale, zero_point, bias, size_n, size_k,
+                  block_size, [](const GemmArgs& a) {
+                    STD_TORCH_CHECK(sm90_gemm_supported(a),
+                                    "the Hopper kernel does not take this call");
+                    sm90_gemm(a);
+                  });
+}
+
 Tensor ternary_gemm_w2a8(const Tensor& x, const Tensor& weight,
                          const Tensor& scale, const std::optional<Tensor>& bias,
                          const std::optional<Tensor>& norm_weight,
@@ -350,12 +381,23 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C, m) {
       "ternary_gemm_reference(Tensor x, Tensor weight, Tensor scale, "
       "Tensor? zero_point, Tensor? bias, SymInt size_n, SymInt size_k, "
       "SymInt block_size) -> Tensor");
+  m.def(
+      "ternary_gemm_sm90(Tensor x, Tensor weight, Tensor scale, "
+      "Tensor? zero_point, Tensor? bias, SymInt size_n, SymInt size_k, "
+      "SymInt block_size) -> Tensor");
+  m.def(
+      "ternary_gemm_tuned(Tensor x, Tensor weight, Tensor scale, "
+      "Tensor? zero_point, Tensor? bias, SymInt size_n, SymInt size_k, "
+      "SymInt block_size, int variant, int groups, int split, bool pdl) -> "
+      "Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(_C, CUDA, m) {
   m.impl("ternary_gemm", TORCH_BOX(&vllm::ternary::ternary_gemm));
   m.impl("ternary_gemm_reference",
          TORCH_BOX(&vllm::ternary::ternary_gemm_reference));
+  m.impl("ternary_gemm_sm90", TORCH_BOX(&vllm::ternary::ternary_gemm_sm90));
+  m.impl("ternary_gemm_tuned", TORCH_BOX(&vllm::ternary::ternary_gemm_tuned));
   m.impl("ternary_gemm_w2a8", TORCH_BOX(&vllm::ternary::ternary_gemm_w2a8));
   m.impl("ternary_embedding", TORCH_BOX(&vllm::ternary::ternary_embedding));
 }

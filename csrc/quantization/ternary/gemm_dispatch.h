@@ -11,6 +11,11 @@ namespace vllm::ternary {
 // Enqueues the product on args.stream with the kernel that dispatch_table.h
 // names for these sizes and this device.
 void dispatch_gemm(const GemmArgs& args);
+
+// The Hopper kernel for many tokens: whether it takes this call, and the call.
+bool sm90_gemm_supported(const GemmArgs& args);
+void sm90_gemm(const GemmArgs& args);
+
 void dispatch_w2a8(const W2A8Args& args);
 
 }  // namespace vllm::ternary

@@ -1,0 +1,535 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// y = x W^T with the weights as the 16-row operand of mma.m16n8k16.
+//
+// A CTA owns a run of rows and a run of k tiles (128 weights along K). Its part
+// of x sits in shared memory. The unit of work is a granule: kTiles successive k
+// tiles of 16 * kR rows. Granules are dealt to the warps as equal contiguous
+// runs; each warp streams its run through a ring of kStages granules of its own
+// (asynchronous copies, begun before the kernel ahead in the stream has ended),
+// so no warp waits for another. What a warp summed for some rows it leaves in
+// shared memory, and one pass at the end adds these up in a fixed order. With
+// split > 1 the CTAs of a cluster share the rows, cut K among them and exchange
+// sums through distributed shared memory.
+#pragma once
+
+#include <type_traits>
+
+#include "mma_gemm.h"
+#include "mma_utils.cuh"
+
+namespace vllm::ternary {
+
+struct MmaArgs {
+  GemmArgs g;
+  int split;
+  int group_units, group_rest;  // row units per CTA; the first `rest` have one more
+  int k_tiles, k_rest;          // k tiles per CTA of a cluster, likewise
+  int chunk;                    // k tiles of x in shared memory at once
+  int units;                    // most row units of a CTA
+  int segments;                 // row units that one warp may touch in one chunk
+  int tokens_log2;              // of the tokens of a CTA, rounded up
+  uint32_t block_shift;         // fast: block = (k tile) >> block_shift
+  uint32_t block_magic;         // general: ceil(2^31 / (block_size / 32))
+};
+
+constexpr int kSlotStride = 20;  // floats per token of a slot: no bank conflicts
+
+template <int kMT_, int kR_, int kWarps_, int kTiles_, int kStages_,
+          bool kGeneral_, int kMinBlocks_>
+struct MmaShape {
+  static constexpr int kMT = kMT_;      // token tiles of 8
+  static constexpr int kR = kR_;        // row tiles of 16 in a row unit
+  static constexpr int kWarps = kWarps_;
+  static constexpr int kTiles = kTiles_;    // k tiles of a granule
+  static constexpr int kStages = kStages_;  // granules in a warp's ring
+  // General: scales of any type, blocks of any multiple of 32, zero points.
+  // Otherwise: float16 scales, one for a whole k tile, no zero points.
+  static constexpr bool kGeneral = kGeneral_;
+  static constexpr int kMinBlocks = kMinBlocks_;
+  static constexpr int kThreads = kWarps * 32;
+  static constexpr int kRows = 16 * kR;
+  static constexpr int kScales = kTiles * (kGeneral ? 4 : 1);
+  static constexpr int kScaleBytes = kGeneral ? 64 : 32;  // of 16 rows, at most
+  static constexpr int kWordBytes = kTiles * kR * 512;
+  static constexpr int kGranuleBytes = kWordBytes + kScales * kR * kScaleBytes;
+  // With many tokens the offsets' products are worth a table, computed once.
+  static constexpr bool kTable = kMT >= 4 || kGeneral;
+};
+
+// Where things lie in shared memory, in bytes from its start.
+struct MmaShared {
+  int ring, slots, runs, offsets, sums, total;
+};
+
+template <typename S>
+__host__ __device__ __forceinline__ MmaShared mma_shared(const MmaArgs& a,
+                                                         int tokens) {
+  MmaShared s;
+  s.ring = tokens * (a.chunk * 256 + 16);
+  s.slots = s.ring + S::kWarps * S::kStages * S::kGranuleBytes;
+  s.runs = s.slots + S::kWarps * a.segments * tokens * S::kR * kSlotStride * 4;
+  s.offsets = s.runs + a.units * 8 + (a.units & 1) * 8;
+  s.sums = s.offsets +
+           (S::kTable ? a.chunk * (S::kGeneral ? 4 : 1) * S::kMT * 64 : 0);
+  const bool sums = a.split > 1 || a.chunk < a.k_tiles + (a.k_rest > 0);
+  s.total = s.sums + (sums ? (a.units * S::kRows * 4) << a.tokens_log2 : 0);
+  return s;
+}
+
+// The scale block of the `q`-th run of 32 weights: q * 32 / block_size, with the
+// padding past K counted to the last block.
+__device__ __forceinline__ uint32_t block_of(const MmaArgs& a, int q) {
+  return min(__umulhi(2 * q + 1, a.block_magic), uint32_t(a.g.num_blocks - 1));
+}
+
+// Begins the copies of one granule: words, then scales [scale][row tile][16].
+template <typename S>
+__device__ __forceinline__ void copy_granule(uint32_t dst, const MmaArgs& a,
+                                             const uint4* words, int row,
+                                             int kt, int tiles, int lane) {
+  const int row_step = (a.g.K_pad >> 7) * 32;
+#pragma unroll
+  for (int d = 0; d < S::kTiles; ++d) {
+    if (d < tiles) {
+#pragma unroll
+      for (int r = 0; r < S::kR; ++r) {
+        cp_async_16(dst + (d * S::kR + r) * 512 + lane * 16,
+                    words + r * row_step + d * 32);
+      }
+    }
+  }
+  dst += S::kWordBytes;
+  if constexpr (!S::kGeneral) {
+    constexpr int kPieces = S::kScales * S::kR * 2;
+    if (lane < kPieces) {
+      const int q = lane / (2 * S::kR), rest = lane % (2 * S::kR);
+      const uint32_t block = min(uint32_t(kt + q) >> a.block_shift,
+                                 uint32_t(a.g.num_blocks - 1));
+      cp_async_16(dst + lane * 16, static_cast<const half*>(a.g.scale) +
+                                       (block * a.g.N_pad + row + rest * 8));
+    }
+  } else {
+    const int wide = a.g.scale_dtype == DType::kFloat;
+    const int pieces_log2 = 1 + wide;  // of 16 bytes, per 16 rows
+    for (int i = lane; i < (S::kScales * S::kR) << pieces_log2; i += 32) {
+      const int qr = i >> pieces_log2, part = i & ((1 << pieces_log2) - 1);
+      const int q = qr / S::kR, r = qr % S::kR;
+      const uint32_t at = block_of(a, kt * 4 + q) * a.g.N_pad + row + r * 16;
+      cp_async_16(dst + qr * S::kScaleBytes + part * 16,
+                  static_cast<const uint8_t*>(a.g.scale) +
+                      (int64_t(at) << (1 + wide)) + part * 16);
+    }
+  }
+}
+
+// The scale of one row from a granule in shared memory.
+template <typename S>
+__device__ __forceinline__ float granule_scale(uint32_t scales, int q, int r,
+                                               int row, DType dtype) {
+  const uint32_t at = scales + (q * S::kR + r) * S::kScaleBytes;
+  if (S::kGeneral) {
+    if (dtype == DType::kFloat) {
+      return __uint_as_float(load_shared_u32(at + row * 4));
+    }
+    const uint32_t raw = load_shared_u16(at + row * 2);
+    if (dtype == DType::kBFloat16) return __uint_as_float(raw << 16);
+    return __half2float(__ushort_as_half(uint16_t(raw)));
+  }
+  return __half2float(__ushort_as_half(uint16_t(load_shared_u16(at + row * 2))));
+}
+
+// Copies columns [first, first + 128 * tiles) of `tokens` rows of x into shared
+// memory, zero past K. Several loads of a thread are under way at once.
+template <typename T, int kThreads>
+__device__ __forceinline__ void stage_x(uint8_t* xs, const GemmArgs& g,
+                                        int first_token, int tokens, int first,
+                                        int tiles) {
+  constexpr int kBatch = 8;
+  const int pieces = tiles * 16;  // of 8 values
+  const int pitch = tiles * 256 + 16;
+  const int m0 = threadIdx.x / unsigned(pieces);
+  const int m_step = max(kThreads / pieces, 1);
+  if (m0 >= m_step) return;  // the odd threads out
+  for (int p = threadIdx.x - m0 * pieces; p < pieces; p += kThreads) {
+    const int k = first + p * 8;
+    const T* from = static_cast<const T*>(g.x) + int64_t(first_token) * g.ldx + k;
+    for (int m = m0; m < tokens; m += kBatch * m_step) {
+      uint4 v[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int row = m + i * m_step;
+        v[i] = make_uint4(0, 0, 0, 0);
+        if (row < tokens) {
+          if (k + 8 <= g.K) {
+            v[i] = *reinterpret_cast<const uint4*>(from + row * g.ldx);
+          } else {
+            uint32_t w[4] = {};
+            const uint16_t* tail =
+                reinterpret_cast<const uint16_t*>(from + row * g.ldx);
+#pragma unroll
+            for (int c = 0; c < 8; ++c) {
+              if (k + c < g.K) w[c / 2] |= uint32_t(tail[c]) << (16 * (c & 1));
+            }
+            v[i] = make_uint4(w[0], w[1], w[2], w[3]);
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int row = m + i * m_step;
+        if (row < tokens) {
+          *reinterpret_cast<uint4*>(xs + row * pitch + p * 16) = v[i];
+        }
+      }
+    }
+  }
+}
+
+// The offsets' products, negated, for every k tile (general: every 32 weights)
+// and token tile: [tile][token tile][lane % 4] = rows 0..7 and 8..15 of two
+// tokens each.
+template <typename T, typename S>
+__device__ __forceinline__ void fill_offsets(float4* offsets, uint32_t xs,
+                                             int tiles, int tokens, int warp,
+                                             int lane) {
+  constexpr uint32_t even = Mma<T>::kEven, odd = Mma<T>::kOdd;
+  const uint32_t a[4] = {even, odd, even, odd};
+  for (int t = warp; t < tiles * S::kMT; t += S::kWarps) {
+    const int kt = t / S::kMT, i = t % S::kMT;
+    const int m = min(i * 8 + (lane & 7), tokens - 1);
+    const uint32_t row = xs + m * (tiles * 256 + 16) + (lane >> 3) * 16;
+    float part[4][4] = {};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      uint32_t b[4];
+      ldmatrix_x4(b, row + kt * 256 + j * 64);
+      Mma<T>::mma(part[j], a, b[0], b[1]);
+      Mma<T>::mma(part[j], a, b[2], b[3]);
+    }
+    float4 sum = {};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      sum.x -= part[j][0];
+      sum.y -= part[j][1];
+      sum.z -= part[j][2];
+      sum.w -= part[j][3];
+      if (S::kGeneral) {
+        if (lane < 4) offsets[((kt * 4 + j) * S::kMT + i) * 4 + lane] = sum;
+        sum = {};
+      }
+    }
+    if (!S::kGeneral && lane < 4) offsets[(kt * S::kMT + i) * 4 + lane] = sum;
+  }
+}
+
+template <typename T, typename S>
+__global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
+    mma_gemm_kernel(const __grid_constant__ MmaArgs a) {
+  constexpr int kMT = S::kMT, kR = S::kR, kWarps = S::kWarps;
+  constexpr int kTiles = S::kTiles, kStages = S::kStages, kRows = S::kRows;
+  constexpr bool kGeneral = S::kGeneral;
+  extern __shared__ __align__(128) uint8_t smem[];
+  const GemmArgs& g = a.g;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int first_token = blockIdx.z * kMT * 8;
+  const int tokens = min(kMT * 8, g.M - first_token);
+  const int group = blockIdx.y, rank = blockIdx.x;
+  const int u0 = group * a.group_units + min(group, a.group_rest);
+  const int units = a.group_units + (group < a.group_rest);
+  const int k0 = rank * a.k_tiles + min(rank, a.k_rest);
+  const int k1 = k0 + a.k_tiles + (rank < a.k_rest);
+
+  const MmaShared at = mma_shared<S>(a, min(kMT * 8, g.M));
+  const uint32_t xs = smem_address(smem);
+  const uint32_t ring = xs + at.ring + warp * kStages * S::kGranuleBytes;
+  float* const slots = reinterpret_cast<float*>(smem + at.slots);
+  // Of each row unit: the slot of its first warp, that warp, and the last warp.
+  ushort4* const runs = reinterpret_cast<ushort4*>(smem + at.runs);
+  float4* const offsets = reinterpret_cast<float4*>(smem + at.offsets);
+  float* const sums = reinterpret_cast<float*>(smem + at.sums);
+  const bool direct = a.split == 1 && a.chunk >= k1 - k0;  // no sums needed
+
+  const int outputs = (units * kRows) << a.tokens_log2;
+  // Output i of a CTA is a row, a token and a row unit, rows fastest.
+  auto row_of = [&](int i) { return i % kRows; };
+  auto token_of = [&](int i) { return (i / kRows) & ((1 << a.tokens_log2) - 1); };
+  auto unit_of = [&](int i) { return (i / kRows) >> a.tokens_log2; };
+  auto store = [&](int i, float v) {
+    const int n = (u0 + unit_of(i)) * kRows + row_of(i);
+    if (n < g.N) {
+      if (g.bias) v += to_float(static_cast<const T*>(g.bias)[n]);
+      static_cast<T*>(g.y)[int64_t(first_token + token_of(i)) * g.ldy + n] =
+          from_float<T>(v);
+    }
+  };
+
+  pdl_launch_dependents();
+  // Runs are dealt as if every chunk were a full one.
+  const int per_unit = (min(a.chunk, a.k_tiles + (a.k_rest > 0)) + kTiles - 1) / kTiles;
+  const int total = units * per_unit;
+  const int begin = warp * (total / kWarps) + min(warp, total % kWarps);
+  const int count = total / kWarps + (warp < total % kWarps);
+  const int first_unit = unsigned(begin) / unsigned(per_unit);
+  const int first_tile = (begin - first_unit * per_unit) * kTiles;
+
+  for (int c0 = k0; c0 < k1; c0 += a.chunk) {
+    const int tiles = min(a.chunk, k1 - c0);
+    int next_tile = first_tile, next_row = (u0 + first_unit) * kRows;
+    const uint4* next_w =
+        reinterpret_cast<const uint4*>(g.weight) +
+        (int64_t(u0 + first_unit) * kR * (g.K_pad >> 7) + c0 + first_tile) * 32 +
+        lane;
+    uint32_t next_slot = ring;
+    int left = count;
+    auto prefetch = [&] {
+      if (left > 0) {
+        --left;
+        copy_granule<S>(next_slot, a, next_w, next_row, c0 + next_tile,
+                        tiles - next_tile, lane);
+        next_slot += S::kGranuleBytes;
+        if (next_slot == ring + kStages * S::kGranuleBytes) next_slot = ring;
+        next_w += kTiles * 32;
+        next_tile += kTiles;
+        if (next_tile >= per_unit * kTiles) {
+          next_w += (kR * (g.K_pad >> 7) - next_tile) * 32;
+          next_tile = 0;
+          next_row += kRows;
+        }
+      }
+      cp_async_commit();
+    };
+#pragma unroll 1
+    for (int p = 0; p < kStages - 1; ++p) prefetch();
+
+    if (c0 == k0) {
+      pdl_wait();
+    } else {
+      __syncthreads();  // the last chunk has been read and added up
+    }
+    stage_x<T, S::kThreads>(smem, g, first_token, tokens, c0 * 128, tiles);
+    __syncthreads();
+    if (S::kTable) {
+      fill_offsets<T, S>(offsets, xs, tiles, tokens, warp, lane);
+      __syncthreads();
+    }
+
+    // ldmatrix: lane gives the address of row lane % 8 of matrix lane / 8.
+    // Rows past the last token repeat it; their columns are never stored.
+    uint32_t x_row[kMT];
+#pragma unroll
+    for (int i = 0; i < kMT; ++i) {
+      const int m = min(i * 8 + (lane & 7), tokens - 1);
+      x_row[i] = xs + m * (tiles * 256 + 16) + (lane >> 3) * 16;
+    }
+
+    float acc[kR][kMT][4] = {};
+    int unit = first_unit, tile = first_tile, segment = 0;
+    bool from_start = tile == 0;
+    auto flush = [&](bool to_end) {
+      const int slot = warp * a.segments + segment;
+      float* to = slots + slot * tokens * kR * kSlotStride;
+#pragma unroll
+      for (int i = 0; i < kMT; ++i) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const int m = i * 8 + (lane & 3) * 2 + (c & 1);
+          const int row = (lane >> 2) + (c >> 1) * 8;
+          if (m < tokens) {
+#pragma unroll
+            for (int r = 0; r < kR; ++r) {
+              to[(m * kR + r) * kSlotStride + row] = acc[r][i][c];
+            }
+          }
+#pragma unroll
+          for (int r = 0; r < kR; ++r) acc[r][i][c] = 0.0f;
+        }
+      }
+      if (lane == 0) {
+        if (from_start) {
+          runs[unit].x = uint16_t(slot);
+          runs[unit].y = uint16_t(warp);
+        }
+        if (to_end) runs[unit].z = uint16_t(warp);
+      }
+      ++segment;
+    };
+
+    // Adds tiles [0, n) of a granule.
+    auto multiply = [&](auto n, uint32_t slot) {
+      constexpr int kN = decltype(n)::value;
+      constexpr int kChains = kMT == 1 && kN == 1 ? 2 : 1;
+      float part[kN][kChains][kR][kMT][4];
+      float off[kN][kMT][4];
+      uint4 words[kN][kR];
+#pragma unroll
+      for (int d = 0; d < kN; ++d) {
+#pragma unroll
+        for (int r = 0; r < kR; ++r) {
+          words[d][r] = load_shared_16(slot + (d * kR + r) * 512 + lane * 16);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+#pragma unroll
+        for (int d = 0; d < kN; ++d) {
+          uint32_t b[kMT][4];
+#pragma unroll
+          for (int i = 0; i < kMT; ++i) {
+            ldmatrix_x4(b[i], x_row[i] + (tile + d) * 256 + j * 64);
+          }
+          if (kGeneral || j == 0) {
+#pragma unroll
+            for (int i = 0; i < kMT; ++i) {
+              if (S::kTable) {
+                const float4 v =
+                    offsets[((kGeneral ? (tile + d) * 4 + j : tile + d) * kMT + i) * 4 +
+                            (lane & 3)];
+                off[d][i][0] = v.x;
+                off[d][i][1] = v.y;
+                off[d][i][2] = v.z;
+                off[d][i][3] = v.w;
+              } else {
+#pragma unroll
+                for (int c = 0; c < 4; ++c) off[d][i][c] = 0.0f;
+              }
+#pragma unroll
+              for (int r = 0; r < kR; ++r) {
+#pragma unroll
+                for (int h = 0; h < kChains; ++h) {
+#pragma unroll
+                  for (int c = 0; c < 4; ++c) {
+                    part[d][h][r][i][c] = S::kTable && h == 0 ? off[d][i][c] : 0.0f;
+                  }
+                }
+              }
+            }
+          }
+          if (!S::kTable) {
+            constexpr uint32_t even = Mma<T>::kEven | 0x80008000u;
+            constexpr uint32_t odd = Mma<T>::kOdd | 0x80008000u;
+            const uint32_t minus[4] = {even, odd, even, odd};
+#pragma unroll
+            for (int i = 0; i < kMT; ++i) {
+              Mma<T>::mma(off[d][i], minus, b[i][0], b[i][1]);
+              Mma<T>::mma(off[d][i], minus, b[i][2], b[i][3]);
+            }
+          }
+#pragma unroll
+          for (int r = 0; r < kR; ++r) {
+            const uint32_t word = j == 0   ? words[d][r].x
+                                  : j == 1 ? words[d][r].y
+                                  : j == 2 ? words[d][r].z
+                                           : words[d][r].w;
+            uint32_t w[2][4];
+            Mma<T>::decode(word, w);
+#pragma unroll
+            for (int s = 0; s < 2; ++s) {
+#pragma unroll
+              for (int i = 0; i < kMT; ++i) {
+                Mma<T>::mma(part[d][s % kChains][r][i], w[s], b[i][2 * s],
+                            b[i][2 * s + 1]);
+              }
+            }
+          }
+          if (!kGeneral && j != 3) continue;
+          const int q = kGeneral ? d * 4 + j : d;
+#pragma unroll
+          for (int r = 0; r < kR; ++r) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              const int row = h * 8 + (lane >> 2);
+              const float s = granule_scale<S>(slot + S::kWordBytes, q, r, row,
+                                               g.scale_dtype);
+              float zp = 0.0f;
+              if (kGeneral && g.zero_point) {
+                const int64_t block = block_of(a, (c0 + tile) * 4 + q);
+                zp = g.zero_point[block * g.N_pad + (u0 + unit) * kRows +
+                                  r * 16 + row];
+                zp *= 1.0f / Mma<T>::kEvenValue;
+              }
+#pragma unroll
+              for (int i = 0; i < kMT; ++i) {
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                  float v = part[d][0][r][i][h * 2 + c];
+                  if (kChains == 2) v += part[d][kChains - 1][r][i][h * 2 + c];
+                  if (!S::kTable) v += off[d][i][h * 2 + c];
+                  // -kEven * sum(x) is at hand: add zp / kEven of it.
+                  if (kGeneral && g.zero_point) v = fmaf(zp, off[d][i][c], v);
+                  acc[r][i][h * 2 + c] = fmaf(s, v, acc[r][i][h * 2 + c]);
+                }
+              }
+            }
+          }
+        }
+      }
+    };
+
+    uint32_t slot = ring;
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      prefetch();
+      cp_async_wait<kStages - 1>();
+      __syncwarp();
+      const int here = tiles - tile;
+      if (here >= kTiles) {
+        multiply(std::integral_constant<int, kTiles>{}, slot);
+      } else if constexpr (kTiles > 1) {
+        static_assert(kTiles == 2);
+        if (here == 1) multiply(std::integral_constant<int, 1>{}, slot);
+      }
+      slot += S::kGranuleBytes;
+      if (slot == ring + kStages * S::kGranuleBytes) slot = ring;
+      tile += kTiles;
+      if (tile >= per_unit * kTiles) {
+        flush(true);
+        tile = 0;
+        from_start = true;
+        ++unit;
+      }
+      __syncwarp();  // the granule has been read: its place may be filled
+    }
+    if (tile != 0 && count > 0) flush(false);
+    __syncthreads();
+
+    // Add up what the warps left.
+    const int slot_size = tokens * kR * kSlotStride;
+    for (int i = threadIdx.x; i < outputs; i += S::kThreads) {
+      const int m = token_of(i), row = row_of(i);
+      if (m >= tokens) continue;
+      const ushort4 run = runs[unit_of(i)];
+      const float* from = slots + (m * kR + row / 16) * kSlotStride + row % 16;
+      float v = from[run.x * slot_size];
+      for (int w = run.y + 1; w <= run.z; ++w) {
+        v += from[w * a.segments * slot_size];
+      }
+      if (direct) {
+        store(i, v);
+      } else {
+        sums[i] = c0 == k0 ? v : sums[i] + v;
+      }
+    }
+  }
+  if (direct) return;
+
+  // Each CTA of the cluster finishes its share of the outputs.
+  if (a.split > 1) cluster_sync();
+  for (int i = rank * S::kThreads + threadIdx.x; i < outputs;
+       i += a.split * S::kThreads) {
+    if (token_of(i) >= tokens) continue;
+    float v = 0.0f;
+    if (a.split > 1) {
+      for (int r = 0; r < a.split; ++r) {
+        v += load_cluster(smem_address(sums + i), r);
+      }
+    } else {
+      v = sums[i];
+    }
+    store(i, v);
+  }
+  if (a.split > 1) cluster_sync();  // shared memory outlives its readers
+}
+
+}  // namespace vllm::ternary

@@ -1,0 +1,164 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Measure the ternary CUDA kernel beside its peers on the GPU of this machine.
+
+Every layer and number of tokens is timed in one run: the project's kernel, cuBLAS on
+full-precision weights, dequantize + cuBLAS, and Humming where it is installed. Cold
+L2 (weights rotate through more than 300 MB), CUDA graphs, medians. The memory floor
+counts each byte once at the copy bandwidth measured in the same run.
+
+Writes <out>.md and <out>.json, and <out>.png where matplotlib is installed.
+"""
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from lib.cli import progress, run
+from lib.errors import BuildError
+
+LABELS = {
+    "ternary": "ternary (ours)",
+    "cublas": "cuBLAS",
+    "dequantize+cublas": "dequantize + cuBLAS",
+    "humming": "Humming W2A16",
+}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("docs/bench_kernels"),
+        help="where to write, without a suffix (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=lambda text: [int(part) for part in text.split(",")],
+        help="numbers of tokens, like 1,8,16 (default: 1 to 4096 in nine steps)",
+    )
+    parser.add_argument(
+        "--layers", help="only layers whose name contains this text (8B, down, ...)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float16"],
+        default="bfloat16",
+        help="type of the activations (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--peers",
+        default="cublas,dequantize+cublas,humming",
+        help="which peers, separated by commas (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=3600,
+        help="start no further measurement after this many seconds",
+    )
+    parser.add_argument("--json", action="store_true", help="print the JSON result too")
+    return parser.parse_args()
+
+
+def make_peers(layer: Any, dtype: Any, wanted: list[str], problems: list[str]) -> list:
+    from lib.bench import peers
+
+    made: list[Any] = [peers.Ours(layer, dtype)]
+    if "cublas" in wanted:
+        made.append(peers.Cublas(layer, dtype))
+    if "dequantize+cublas" in wanted:
+        made.append(peers.Dequantized(layer, made[0]))
+    if "humming" in wanted and peers.humming_version():
+        try:
+            made.append(peers.Humming(layer, dtype))
+        except Exception as error:  # a peer that fails must not stop the others
+            problems.append(f"humming, {layer.name}: {error!r}"[:300])
+    return made
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from lib.bench.layers import LAYERS, TOKENS, floor_matrix, floor_memory
+    from lib.bench.ops import load_ops
+    from lib.bench.peers import humming_version
+    from lib.bench.timing import copy_bandwidth, graph_time
+
+    if not torch.cuda.is_available():
+        raise BuildError("there is no CUDA device; run this on a machine with a GPU")
+    load_ops()
+    torch.manual_seed(0)
+    dtype = getattr(torch, arguments.dtype)
+    tokens = arguments.tokens or list(TOKENS)
+    layers = [x for x in LAYERS if not arguments.layers or arguments.layers in x.name]
+    if not layers:
+        raise BuildError(f"--layers {arguments.layers}: no layer has that in its name")
+    start = time.monotonic()
+    bandwidth = copy_bandwidth()
+    rows: list[dict[str, Any]] = []
+    problems: list[str] = []
+    with progress(total=len(layers) * len(tokens), unit=" sizes") as bar:
+        for layer in layers:
+            made = make_peers(layer, dtype, arguments.peers.split(","), problems)
+            for size_m in tokens:
+                if time.monotonic() - start > arguments.seconds:
+                    problems.append(f"{layer.name}, M = {size_m}: out of time")
+                    continue
+                x = torch.randn(size_m, layer.size_k, device="cuda", dtype=dtype)
+                row: dict[str, Any] = {
+                    "layer": layer.name,
+                    "N": layer.size_n,
+                    "K": layer.size_k,
+                    "M": size_m,
+                    "floor_memory": floor_memory(layer, size_m, bandwidth),
+                    "floor_matrix": floor_matrix(layer, size_m),
+                }
+                for peer in made:
+                    try:
+                        row[peer.name] = graph_time(peer.calls(x))
+                    except Exception as error:
+                        what = f"{peer.name}, {layer.name}, M = {size_m}"
+                        problems.append(f"{what}: {error!r}"[:300])
+                rows.append(row)
+                bar.update()
+            del made
+            torch.cuda.empty_cache()
+    return {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "humming": humming_version(),
+        "date": time.strftime("%Y-%m-%d"),
+        "dtype": arguments.dtype,
+        "copy_bandwidth": bandwidth,
+        "seconds": time.monotonic() - start,
+        "rows": rows,
+        "problems": problems,
+    }
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    result = measure(arguments)
+    from lib.bench.report import markdown, plot
+
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    text = markdown(result, LABELS)
+    arguments.out.with_suffix(".md").write_text(text)
+    plot(result, LABELS, arguments.out.with_suffix(".png"))
+    print(json.dumps(result) if arguments.json else text)
+    finite = all(math.isfinite(row.get("ternary", math.nan)) for row in result["rows"])
+    return 0 if finite and result["rows"] else 1
+
+
+if __name__ == "__main__":
+    run(main)
