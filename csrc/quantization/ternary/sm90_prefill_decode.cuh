@@ -84,13 +84,4 @@ __device__ __forceinline__ void decode_word_scaled(uint32_t word,
   for (int i = 0; i < 8; ++i) a[i] = mul2<T>(a[i], scale[i & 1]);
 }
 
-// Rows g and g + 8 share a word. Where a row's scale is zero its codes become
-// 1 (zero), so that the row's running scale can stay what it was.
-__device__ __forceinline__ uint32_t rows_kept(bool keep_g, bool keep_g8) {
-  return (keep_g ? 0x33333333u : 0u) | (keep_g8 ? 0xCCCCCCCCu : 0u);
-}
-__device__ __forceinline__ uint32_t mask_word(uint32_t word, uint32_t kept) {
-  return (word & kept) | (0x55555555u & ~kept);
-}
-
 }  // namespace vllm::ternary::sm90

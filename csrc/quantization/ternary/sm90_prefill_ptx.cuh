@@ -103,6 +103,31 @@ __device__ __forceinline__ void tma_load_multicast(uint32_t dst,
       : "memory");
 }
 
+// A box from shared memory into a 2-D tensor; parts outside it are dropped.
+__device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t src,
+                                          int c0, int c1) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], "
+      "[%3];" ::"l"(map),
+      "r"(c0), "r"(c1), "r"(src)
+      : "memory");
+}
+
+__device__ __forceinline__ void bulk_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Returns when at most kPending committed stores have yet to read their source.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// Ordinary writes to shared memory before it are seen by the copy engine.
+__device__ __forceinline__ void fence_async_proxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 // --- Cluster ------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t cluster_rank() {
@@ -147,6 +172,14 @@ __device__ __forceinline__ void registers_down() {
 // Barrier over the 128 threads of one warpgroup.
 __device__ __forceinline__ void warpgroup_sync(int id) {
   asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");
+}
+
+// One-way barrier between two warpgroups.
+__device__ __forceinline__ void pair_arrive(int id) {
+  asm volatile("bar.arrive %0, 256;" ::"r"(id) : "memory");
+}
+__device__ __forceinline__ void pair_wait(int id) {
+  asm volatile("bar.sync %0, 256;" ::"r"(id) : "memory");
 }
 
 // Four 8x8 matrices of 16-bit values, transposed on the way to shared memory.

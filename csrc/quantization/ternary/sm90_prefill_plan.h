@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// From a product's sizes to the tiles of the Hopper prefill kernels: the table of
+// tile shapes, what each costs, and the choice. Host code without CUDA.
+#pragma once
+
+#include <algorithm>
+#include <climits>
+
+namespace vllm::ternary::sm90 {
+
+// How one launch is cut up. `tokens` x 64 * `warpgroups` * `tiles` is the output
+// tile of a thread block.
+struct Plan {
+  int warpgroups, tiles, tokens;
+  int split;          // blocks that share a tile along K: 1, 2, 4, 8
+  int multicast = 1;  // blocks that share the tokens' loads: 1, 2, 4
+  int stagger = 0;    // k-blocks between the starts of warpgroups
+};
+
+// A product in one launch, or in two that run side by side: rows
+// [0, first_rows) under `first`, the others under `second`.
+struct Schedule {
+  Plan first, second;
+  int first_rows = INT_MAX;
+  bool two = false;
+};
+
+// Microseconds on an H200, fitted to 396 timings of six layers at M = 64..4096
+// (docs/kernels_prefill.md): `unit` for one 64-row tile of a k-block of 128,
+// `wave` for the ends of one tile. The fit is off by 6% (rms), the choices it
+// makes by 0.3%.
+struct Variant {
+  int warpgroups, tiles, tokens;
+  float unit, wave;
+};
+constexpr Variant kVariants[] = {
+    {2, 1, 64, 0.2412f, 1.46f},  {3, 1, 64, 0.2674f, 1.25f},
+    {2, 2, 64, 0.2277f, 1.69f},  {2, 1, 128, 0.3343f, 2.01f},
+    {3, 1, 128, 0.3236f, 2.13f}, {2, 2, 128, 0.3294f, 2.31f},
+    {2, 1, 256, 0.6439f, 3.04f},
+};
+constexpr float kSecondLaunchCost = 2.1f;  // of the second of two launches
+constexpr float kSplitCost = 0.98f;        // meeting of the blocks of a cluster
+constexpr float kExchangeCost = 0.0593f;   // per KiB of partial sums of a block
+
+// Thread blocks that run at one time, as clusters of 1, 2, 4 and 8.
+struct Slots {
+  int clusters[4];
+};
+
+constexpr int kSplits[] = {1, 2, 4, 8};
+
+inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Time of `row_tiles` x 64 rows by M tokens under a variant and a split.
+inline float launch_cost(const Variant& v, int split_log2, int M, int row_tiles,
+                         int k_blocks, const Slots& slots) {
+  const int split = kSplits[split_log2], rows = v.warpgroups * v.tiles;
+  const int tiles = ceil_div(row_tiles, rows) * ceil_div(M, v.tokens);
+  const int waves = ceil_div(tiles, slots.clusters[split_log2]);
+  float wave = ceil_div(k_blocks, split) * rows * v.unit + v.wave;
+  if (split > 1) {
+    // A tile of 64 rows holds tokens / 4 KiB of partial sums.
+    const float sent = rows * v.tokens * 0.25f * (split - 1) / split;
+    wave += kSplitCost + kExchangeCost * sent;
+  }
+  return waves * wave;
+}
+
+struct Choice {
+  Plan plan;
+  float cost;
+};
+
+// The cheapest single launch. `fine`: several scales in a k-block, which only the
+// tiles of three warpgroups are built for.
+inline Choice cheapest(int M, int row_tiles, int k_blocks, bool fine,
+                       const Slots& slots) {
+  Choice best{{}, 1e30f};
+  for (const Variant& v : kVariants) {
+    if (fine && v.warpgroups != 3) continue;
+    for (int s = 0; s < 4; ++s) {
+      if (kSplits[s] > std::min(k_blocks, v.tokens / 8) ||
+          slots.clusters[s] < 1) {
+        continue;
+      }
+      const float cost = launch_cost(v, s, M, row_tiles, k_blocks, slots);
+      if (cost < best.cost) {
+        best = {{v.warpgroups, v.tiles, v.tokens, kSplits[s]}, cost};
+      }
+    }
+  }
+  return best;
+}
+
+inline Schedule choose(int M, int N_pad, int K_pad, bool fine,
+                       const Slots& slots) {
+  const int row_tiles = N_pad / 64, k_blocks = K_pad / 128;
+  const Choice one = cheapest(M, row_tiles, k_blocks, fine, slots);
+  Schedule best;
+  best.first = best.second = one.plan;
+  float cost = one.cost;
+  // Two launches: as many full waves as there are, and a better cut for the rest.
+  for (const Variant& v : kVariants) {
+    if (fine && v.warpgroups != 3) continue;
+    const int rows = v.warpgroups * v.tiles, columns = ceil_div(M, v.tokens);
+    const int waves = row_tiles / rows * columns / slots.clusters[0];
+    if (waves == 0) continue;
+    const int first = waves * slots.clusters[0] / columns * rows;
+    if (first == 0 || first >= row_tiles) continue;
+    const float base = launch_cost(v, 0, M, first, k_blocks, slots);
+    if (base + kSecondLaunchCost >= cost) continue;
+    const Choice rest = cheapest(M, row_tiles - first, k_blocks, fine, slots);
+    if (base + rest.cost + kSecondLaunchCost < cost) {
+      cost = base + rest.cost + kSecondLaunchCost;
+      best.first = {v.warpgroups, v.tiles, v.tokens, 1};
+      best.second = rest.plan;
+      best.first_rows = first * 64;
+      best.two = true;
+    }
+  }
+  return best;
+}
+
+}  // namespace vllm::ternary::sm90
