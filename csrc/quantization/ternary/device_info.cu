@@ -10,12 +10,14 @@ namespace vllm::ternary {
 
 const DeviceInfo& device_info(int device) {
   static DeviceInfo infos[kMaxDevices];
-  static std::once_flag flags[kMaxDevices];
+  static bool known[kMaxDevices];
+  static std::mutex mutex;  // std::call_once would need glibc 2.34
   if (device < 0 || device >= kMaxDevices) {
     throw std::runtime_error("device index " + std::to_string(device) +
                              " is out of range");
   }
-  std::call_once(flags[device], [&] {
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (!known[device]) {
     int major = 0, minor = 0;
     DeviceInfo& info = infos[device];
     auto read = [&](int* value, cudaDeviceAttr what) {
@@ -26,7 +28,8 @@ const DeviceInfo& device_info(int device) {
     read(&info.processors, cudaDevAttrMultiProcessorCount);
     read(&info.shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin);
     info.capability = major * 10 + minor;
-  });
+    known[device] = true;
+  }
   return infos[device];
 }
 

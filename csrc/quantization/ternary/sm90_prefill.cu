@@ -21,9 +21,11 @@ struct Device {
 const Device& device_of(int index) {
   constexpr int kMost = 64;
   static Device devices[kMost];
-  static std::once_flag once[kMost];
+  static bool known[kMost];
+  static std::mutex mutex;  // std::call_once would need glibc 2.34
   const int i = index & (kMost - 1);
-  std::call_once(once[i], [&] {
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (!known[i]) {
     Device d;
     check(cudaDeviceGetAttribute(&d.processors, cudaDevAttrMultiProcessorCount,
                                  index),
@@ -31,7 +33,8 @@ const Device& device_of(int index) {
     d.slots.clusters[0] = d.processors;
     for (int s = 1; s < 4; ++s) d.slots.clusters[s] = max_clusters(kSplits[s]);
     devices[i] = d;
-  });
+    known[i] = true;
+  }
   return devices[i];
 }
 
