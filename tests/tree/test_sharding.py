@@ -340,7 +340,7 @@ def test_disable_tp_keeps_the_whole(kind):
 
 
 class KimiLayer:
-    """The checkpoint of a layer that keeps two of its three parts whole on each rank."""
+    """The checkpoint of a layer that keeps two of its parts whole on each rank."""
 
     sizes = (6, 5, 8)
 

@@ -7,6 +7,7 @@ gives the tensor that was found, on every byte.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,6 +17,18 @@ from .difference import raw_bytes
 
 Candidate = tuple[str, Callable[[], np.ndarray | None]]
 """What the mistake is called, and the bytes that it makes of the expected tensor."""
+
+# Codes of -1, 0 and +1.
+_WRONG_CODES = {
+    "01 and 10 swapped: every weight has the opposite sign": (1, 0, 2),
+    "11 mapped to -1: -1 is stored as the reserved code 11": (3, 0, 1),
+    "11 mapped to +1: +1 is stored as the reserved code 11": (2, 0, 3),
+    "11 mapped to 0: 0 is stored as the reserved code 11": (2, 3, 1),
+    "codes are t + 1 (00 for -1, 01 for 0, 10 for +1), as BitNet has them": (0, 1, 2),
+}
+_BIT_ORDER = "bit order: the first weight is in a byte's highest bits (big-endian)"
+_NOT_PACKED = "not packed: the weights were converted to a byte each"
+_COLUMN_FIRST = "column-first packing (along N)"
 
 
 def of_packed(
@@ -52,6 +65,8 @@ def of_codes(found: np.ndarray) -> str:
         found: uint8 packed bytes, padding not included.
 
     """
+    if np.isin(found, (0, 1, 255)).all() and (found == 255).any():
+        return _NOT_PACKED
     counts = np.bincount(spec.codes_of(found).reshape(-1), minlength=4)
     if counts[3] and not counts[2]:
         return (
@@ -69,149 +84,92 @@ def of_codes(found: np.ndarray) -> str:
 def _packed_candidates(
     t: np.ndarray, found: np.ndarray, reference: torch.Tensor | None
 ) -> Iterator[Candidate]:
-    right = spec.encode(t)
-    size_n, size_k = t.shape
-    yield (
-        "01 and 10 swapped: every weight has the opposite sign",
-        lambda: spec.encode(t, (1, 0, 2)),
-    )
-    yield (
-        "11 mapped to -1: -1 is stored as the reserved code 11 where 10 is due",
-        lambda: spec.encode(t, (3, 0, 1)),
-    )
-    yield (
-        "11 mapped to +1: +1 is stored as the reserved code 11 where 01 is due",
-        lambda: spec.encode(t, (2, 0, 3)),
-    )
-    yield (
-        "11 mapped to 0: 0 is stored as the reserved code 11 where 00 is due",
-        lambda: spec.encode(t, (2, 3, 1)),
-    )
-    yield (
-        "codes are t + 1 (00 for -1, 01 for 0, 10 for +1), as BitNet packs them",
-        lambda: _padded(spec.encode(t, (0, 1, 2)), size_k, 0),
-    )
-    yield (
-        "codes are t + 1, padding included",
-        lambda: _padded(spec.encode(t, (0, 1, 2)), size_k, 1),
-    )
-    yield (
-        "bit order: the first weight is in the highest two bits of a byte "
-        "(big-endian) where the lowest are due",
-        lambda: _reverse_codes(right),
-    )
+    right, size_k = spec.encode(t), t.shape[1]
+    for wrong, codes in _WRONG_CODES.items():
+        for padding in (0, 1, 3):
+            yield wrong, partial(_padded, spec.encode(t, codes), size_k, padding)
+    yield _BIT_ORDER, partial(_reverse_codes, right)
     for size in (2, 4, 8):
-        yield (
-            f"byte order: the bytes of each {8 * size}-bit word are reversed "
-            "(big-endian) where little-endian is due",
-            lambda size=size: _reverse_words(right, size),
-        )
+        name = f"byte order: the bytes of each {8 * size}-bit word are big-endian"
+        yield name, partial(_reverse_words, right, size)
+    columns = np.ascontiguousarray(t.T)
     yield (
-        "column-first packing: four weights along N share a byte (of the transposed "
-        "weight) where four along K are due",
-        lambda: spec.encode(np.ascontiguousarray(t.T)),
+        f"{_COLUMN_FIRST}: the transposed weight was packed",
+        partial(spec.encode, columns),
     )
     yield (
-        "column-first packing: four rows share a byte where four weights along K "
-        "are due",
-        lambda: np.ascontiguousarray(spec.encode(np.ascontiguousarray(t.T)).T),
+        f"{_COLUMN_FIRST}: a byte holds four rows that follow each other",
+        lambda: np.ascontiguousarray(spec.encode(columns).T),
     )
-    for name, codes in (("", (2, 0, 1)), (", with codes t + 1", (0, 1, 2))):
-        yield (
-            "column-first packing: rows n, n + N/4, n + N/2 and n + 3N/4 share a "
-            f"byte, as BitNet packs them{name}",
-            lambda codes=codes: _interleaved(t, codes),
-        )
+    for codes, words in (((2, 0, 1), ""), ((0, 1, 2), " and codes are t + 1")):
+        name = f"{_COLUMN_FIRST}: a byte holds rows n, n + N/4, n + N/2, n + 3N/4"
+        yield f"{name}{words}, as BitNet packs them", partial(_interleaved, t, codes)
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         short = str(dtype).removeprefix("torch.")
         yield (
-            f"a byte was read as a float: the bytes were converted to {short} and "
-            "their memory stored",
-            lambda dtype=dtype: _head(
-                raw_bytes(torch.from_numpy(right).to(dtype)), right.size
-            ),
+            f"a byte was read as a float: this is the memory of the bytes as {short}",
+            partial(_memory, torch.from_numpy(right), dtype, right.size),
         )
         if reference is not None:
             yield (
-                f"a float was read as a byte: the memory of the {short} weight is "
-                "stored where packed bytes are due",
-                lambda dtype=dtype: _head(
-                    raw_bytes(_rows_of(reference, dtype, right.size)), right.size
-                ),
+                f"a float was read as a byte: this is the memory of the {short} weight",
+                partial(_memory, reference, dtype, right.size),
             )
     yield (
-        "a float was read as a byte: weights were converted to bytes, not packed",
-        lambda: _head(np.ascontiguousarray(t).view(np.uint8).reshape(-1), right.size),
+        _NOT_PACKED,
+        lambda: np.ascontiguousarray(t).view(np.uint8).reshape(-1)[: right.size],
     )
     for shift in (1, 2, 3):
         yield (
-            f"rows begin {shift} weights late: a cut inside a byte was moved to "
-            "the byte's begin",
-            lambda shift=shift: spec.encode(np.roll(t, shift, axis=1)),
+            f"rows begin {shift} weights late: a cut inside a byte was moved",
+            partial(spec.encode, np.roll(t, shift, axis=1)),
         )
 
 
 def _scale_candidates(
     expected: torch.Tensor, found: torch.Tensor
 ) -> Iterator[Candidate]:
-    def of(x: torch.Tensor) -> np.ndarray:
-        return raw_bytes(x)
-
     dtype = expected.dtype
+    whole = expected.reshape(len(expected), -1)
+    orders = {
+        "the scales of each row are in reverse order": whole.flip(-1),
+        "scales are stored block by block where row by row is due": whole.t(),
+        "each block has the scale of the block after it": whole.roll(-1, -1),
+        "each block has the scale of the block before it": whole.roll(1, -1),
+        "the rows are in reverse order": whole.flip(0),
+    }
+    for name, made in orders.items():
+        yield f"block order: {name}", partial(raw_bytes, made)
     yield (
-        "block order: the scales of each row are in reverse order",
-        lambda: of(expected.flip(-1)),
+        "byte order: the bytes of each scale are big-endian",
+        partial(_reverse_words, raw_bytes(expected)[None], dtype.itemsize),
     )
     yield (
-        "block order: scales are stored block by block ([blocks, N]) where row by row "
-        "([N, blocks]) is due",
-        lambda: of(expected.t().contiguous()),
-    )
-    yield (
-        "block order: the scale of each block is stored for the block before it",
-        lambda: of(expected.roll(-1, -1)),
-    )
-    yield (
-        "block order: the scale of each block is stored for the block after it",
-        lambda: of(expected.roll(1, -1)),
-    )
-    yield (
-        "byte order: the bytes of each scale are reversed (big-endian)",
-        lambda: _reverse_words(of(expected)[None], dtype.itemsize),
-    )
-    yield (
-        "a float was read as a byte: scales were converted to integers",
-        lambda: of(expected.float().to(torch.uint8).to(dtype)),
+        "a float was read as a byte: the scales were converted to bytes",
+        lambda: raw_bytes(expected.float().to(torch.uint8).to(dtype)),
     )
     yield (
         "a float was read as a byte: each byte of the scales became a number",
-        lambda: of(
-            torch.from_numpy(_head(of(expected), expected.numel()).copy()).to(dtype)
+        lambda: raw_bytes(
+            torch.from_numpy(raw_bytes(expected)[: expected.numel()].copy()).to(dtype)
         ),
     )
     for other in (torch.float16, torch.bfloat16):
         if other != dtype and dtype.itemsize == 2:
+            short = str(other).removeprefix("torch.")
             yield (
-                f"dtype: the memory of {str(other).removeprefix('torch.')} scales is "
-                f"read as {str(dtype).removeprefix('torch.')}",
-                lambda other=other: of(expected.to(other)),
+                f"dtype: this is the memory of the scales as {short}",
+                partial(_memory, expected, other, 2 * expected.numel()),
             )
     yield (
         "the scales are the inverse of what is due",
-        lambda: of(expected.float().reciprocal().to(dtype)),
+        lambda: raw_bytes(expected.float().reciprocal().to(dtype)),
     )
-    yield (
-        "rows are in reverse order",
-        lambda: of(expected.flip(0)),
-    )
-    yield (
-        "block order: each row has its scales, in another order",
-        lambda: _same_sorted(expected, found, -1),
-    )
-    yield (
-        "block order: the scales are all there, in another order",
-        lambda: _same_sorted(expected.reshape(-1), found.reshape(-1), 0),
-    )
+    for dim, name in ((-1, "each row has its scales"), (None, "the scales are there")):
+        yield (
+            f"block order: {name}, in another order",
+            partial(_same_sorted, expected, found, dim),
+        )
 
 
 def _first(candidates: Iterator[Candidate], found: np.ndarray) -> str:
@@ -223,10 +181,13 @@ def _first(candidates: Iterator[Candidate], found: np.ndarray) -> str:
 
 
 def _same_sorted(
-    expected: torch.Tensor, found: torch.Tensor, dim: int
+    expected: torch.Tensor, found: torch.Tensor, dim: int | None
 ) -> np.ndarray | None:
-    a, b = (x.float().sort(dim).values for x in (expected, found))
-    return raw_bytes(found) if torch.equal(a, b) else None
+    a, b = expected.float(), found.float()
+    if dim is None:
+        a, b = a.reshape(-1), b.reshape(-1)
+    same = torch.equal(a.sort(-1).values, b.sort(-1).values)
+    return raw_bytes(found) if same else None
 
 
 def _padded(packed: np.ndarray, size_k: int, code: int) -> np.ndarray:
@@ -258,10 +219,6 @@ def _interleaved(t: np.ndarray, codes: Sequence[int]) -> np.ndarray | None:
     return c[0] | c[1] << 2 | c[2] << 4 | c[3] << 6
 
 
-def _head(bytes_: np.ndarray, count: int) -> np.ndarray:
-    return bytes_.reshape(-1)[:count]
-
-
-def _rows_of(x: torch.Tensor, dtype: torch.dtype, count: int) -> torch.Tensor:
-    """As many leading elements as `count` bytes of `dtype` need."""
-    return x.reshape(-1)[: -(-count // dtype.itemsize)].to(dtype)
+def _memory(x: torch.Tensor, dtype: torch.dtype, count: int) -> np.ndarray:
+    """The first bytes in memory of a tensor that was converted."""
+    return raw_bytes(x.reshape(-1)[: -(-count // dtype.itemsize)].to(dtype))[:count]

@@ -27,7 +27,7 @@ def check_module(
             f"{module.name}.{name}",
             disk,
             on_device[name].cpu(),
-            "on the device differs",
+            "differs on the device",
         )
         if failure is not None:
             yield failure

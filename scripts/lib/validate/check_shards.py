@@ -221,7 +221,7 @@ def _check_copy(
         f"{module.name}.{PACKED}",
         torch.from_numpy(spec.encode(want_t)),
         torch.from_numpy(spec.encode(have_t.numpy())),
-        f"{context}: put together again differs",
+        f"{context}: put together differs",
     )
     if failure is not None:
         failure.cause = _cut_cause(
@@ -236,7 +236,7 @@ def _check_copy(
             f"{module.name}.{name}",
             want,
             have,
-            f"{context}: put together again differs",
+            f"{context}: put together differs",
         )
         if failure is not None:
             failure.cause = _cut_cause(

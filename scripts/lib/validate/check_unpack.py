@@ -37,12 +37,22 @@ def check_module(
     if not module.is_ternary:
         yield from _check_other(module)
         return
-    rules = list(_check_rules(checkpoint, module))
-    yield from rules
-    if any(f.tensor.endswith((PACKED, SCALE, ZERO_POINT)) for f in rules):
-        return
-    if reference is None:
-        return
+    failures = list(_check_shapes(checkpoint, module))
+    if not failures:
+        failures = list(_check_values(checkpoint, module))
+        if reference is not None:
+            seen = {f.tensor: f for f in failures}
+            for failure in _compare_reference(checkpoint, module, reference):
+                # A value that no tensor may have is worth more than that it differs.
+                first = seen.setdefault(failure.tensor, failure)
+                first.cause = failure.cause or first.cause
+            failures = list(seen.values())
+    yield from failures
+
+
+def _compare_reference(
+    checkpoint: Checkpoint, module: Module, reference: Tensors
+) -> Iterator[Failure]:
     weight = reference_weight(reference, module)
     if weight is None:
         yield Failure(
@@ -91,9 +101,9 @@ def _check_other(module: Module) -> Iterator[Failure]:
         )
 
 
-def _check_rules(checkpoint: Checkpoint, module: Module) -> Iterator[Failure]:
-    """The format's rules, and unpack and pack as inverses of each other."""
-    fmt, scheme = codec.format, module.scheme
+def _check_shapes(checkpoint: Checkpoint, module: Module) -> Iterator[Failure]:
+    """Whether the tensors are there, with the dtypes and shapes that they must have."""
+    scheme = module.scheme
     name = f"{module.name}.{PACKED}"
     if scheme.kind != "ternary":
         yield Failure(
@@ -112,38 +122,38 @@ def _check_rules(checkpoint: Checkpoint, module: Module) -> Iterator[Failure]:
             else "",
         )
         return
-    rows = (module.size_n,)
-    for kind in (SCALE, ZERO_POINT):
-        if kind == ZERO_POINT and not scheme.zero_point:
-            if kind in module.tensors:
-                yield Failure(
-                    f"{module.name}.{kind}",
-                    "is stored, config.json says zero_point is false",
-                )
-            continue
+    if ZERO_POINT in module.tensors and not scheme.zero_point:
+        yield Failure(
+            f"{module.name}.{ZERO_POINT}",
+            "is stored, config.json says zero_point is false",
+        )
+    yield from _check_tables(checkpoint, module, values=False)
+
+
+def _check_values(checkpoint: Checkpoint, module: Module) -> Iterator[Failure]:
+    """The values of the tensors, and unpack and pack as inverses of each other."""
+    yield from _check_tables(checkpoint, module, values=True)
+    yield from _check_codes(checkpoint, module, f"{module.name}.{PACKED}")
+
+
+def _check_tables(
+    checkpoint: Checkpoint, module: Module, values: bool
+) -> Iterator[Failure]:
+    """Scale and zero point: dtype and shape, or values too."""
+    fmt, scheme = codec.format, module.scheme
+    for kind in (SCALE, ZERO_POINT) if scheme.zero_point else (SCALE,):
         stored = module.tensors.get(kind)
         tensor = None if stored is None else checkpoint.read(stored)
+        arguments = (tensor, (module.size_n,), module.size_k, scheme.block_size)
+        name = f"{module.name}.{kind}"
         try:
             if kind == SCALE:
-                fmt.check_scale(
-                    tensor,
-                    rows,
-                    module.size_k,
-                    scheme.block_size,
-                    dtype=getattr(torch, scheme.scale_dtype),
-                    name=f"{module.name}.{kind}",
-                )
+                dtype = getattr(torch, scheme.scale_dtype)
+                fmt.check_scale(*arguments, dtype=dtype, values=values, name=name)
             else:
-                fmt.check_zero_point(
-                    tensor,
-                    rows,
-                    module.size_k,
-                    scheme.block_size,
-                    name=f"{module.name}.{kind}",
-                )
+                fmt.check_zero_point(*arguments, values=values, name=name)
         except fmt.TernaryFormatError as e:
             yield Failure(e.name, f"{e.problem}. {e.remedy}")
-    yield from _check_codes(checkpoint, module, name)
 
 
 def _check_codes(
@@ -188,9 +198,7 @@ def _check_codes(
                 part.start,
             )
             assert shown is not None
-            shown.position = (
-                f"row {part.start + row}, weight {column}; {shown.position}"
-            )
+            shown.position = f"weight {column} of {shown.position}"
             shown.cause = causes.of_codes(whole.numpy())
             yield shown
             return

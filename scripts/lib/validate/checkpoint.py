@@ -171,10 +171,10 @@ class Checkpoint(Tensors):
     def modules(self) -> list[Module]:
         """Every module with a weight, in the order of the names' numbers."""
         grouped: dict[str, dict[str, StoredTensor]] = {}
-        for name, tensor in self.stored.items():
-            module, _, last = name.rpartition(".")
+        for full, tensor in self.stored.items():
+            owner, _, last = full.rpartition(".")
             if last in (PACKED, SCALE, ZERO_POINT, WEIGHT, "bias"):
-                grouped.setdefault(module, {})[last] = tensor
+                grouped.setdefault(owner, {})[last] = tensor
         modules = []
         for name in sorted(grouped, key=natural_order):
             tensors = grouped[name]

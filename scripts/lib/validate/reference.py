@@ -55,7 +55,7 @@ def reference_weight(reference: Tensors, module: Module) -> "Weight | None":
 
 
 class Weight:
-    """A weight [N, K], or several with the same K that were put on top of each other."""
+    """A weight [N, K], or several with the same K, one below the other."""
 
     def __init__(self, reference: Tensors, stored: list[Any]):
         self.reference, self.stored = reference, stored
@@ -158,7 +158,7 @@ RECIPES: dict[str, Callable[..., Rebuilt | None]] = {
 def nearest(
     w: np.ndarray, scale: np.ndarray, zero_point: np.ndarray, block: int
 ) -> np.ndarray:
-    """T = clamp(round(w / scale + zero_point)) with the stored scales [rows, blocks]."""
+    """Integers clamp(round(w / scale + zero_point)); scales are [rows, blocks]."""
     blocks = _blocks(w, block)
     s = scale[..., None]
     with np.errstate(divide="ignore", invalid="ignore"):
