@@ -85,6 +85,7 @@ def encode(
 
     Raises:
         ValueError: a shape or dtype does not match.
+
     """
     size_n = packed.shape[0]
     nblocks, block_pad, k_pad = k_layout(size_k, block_size)
@@ -167,6 +168,7 @@ def decode(
 
     Raises:
         ValueError: the weight's shape does not match the sizes.
+
     """
     nblocks, block_pad, k_pad = k_layout(size_k, block_size)
     n_pad = padded_rows(size_n)
