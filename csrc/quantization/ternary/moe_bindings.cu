@@ -38,9 +38,9 @@ DType dtype_of(const Tensor& t, const char* name) {
 }
 
 void check_int32(const Tensor& t, const char* name) {
-  TERNARY_CHECK(t.is_cuda() && t.is_contiguous() &&
-                    t.scalar_type() == ScalarType::Int,
-                kOp, ": ", name, " must be contiguous int32 on x's device");
+  TERNARY_CHECK(
+      t.is_cuda() && t.is_contiguous() && t.scalar_type() == ScalarType::Int,
+      kOp, ": ", name, " must be contiguous int32 on x's device");
 }
 
 // A tensor that holds [experts, blocks, N_pad] values per block of K.
@@ -53,15 +53,12 @@ void check_per_block(const Tensor& t, const char* name, int64_t experts,
                 ", ", a.num_blocks, ", ", a.N_pad, "] is expected");
 }
 
-Tensor ternary_moe_gemm(const Tensor& x, const Tensor& weight,
-                        const Tensor& scale,
-                        const std::optional<Tensor>& zero_point,
-                        const std::optional<Tensor>& bias,
-                        const Tensor& sorted_routes, const Tensor& experts,
-                        const Tensor& used,
-                        const std::optional<Tensor>& route_weight,
-                        int64_t top_k, int64_t routes, int64_t size_n,
-                        int64_t size_k, int64_t block_size) {
+Tensor ternary_moe_gemm(
+    const Tensor& x, const Tensor& weight, const Tensor& scale,
+    const std::optional<Tensor>& zero_point, const std::optional<Tensor>& bias,
+    const Tensor& sorted_routes, const Tensor& experts, const Tensor& used,
+    const std::optional<Tensor>& route_weight, int64_t top_k, int64_t routes,
+    int64_t size_n, int64_t size_k, int64_t block_size) {
   check_sizes(kOp, size_n, size_k, block_size);
   TERNARY_CHECK(x.is_cuda() && x.dim() == 2 && x.size(1) == size_k, kOp,
                 ": x has shape ", shape_name(x), "; [M, ", size_k,
@@ -69,13 +66,13 @@ Tensor ternary_moe_gemm(const Tensor& x, const Tensor& weight,
   TERNARY_CHECK(x.scalar_type() == ScalarType::Half ||
                     x.scalar_type() == ScalarType::BFloat16,
                 kOp, ": x must be float16 or bfloat16");
-  TERNARY_CHECK(
-      x.stride(1) == 1 && x.stride(0) % 8 == 0 &&
-          reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0,
-      kOp, ": rows of x must be contiguous and 16-byte aligned; pad them");
-  TERNARY_CHECK(top_k > 0 && routes == x.size(0) * top_k, kOp, ": routes=",
-                routes, " must be the rows of x, ", x.size(0), ", times top_k=",
-                top_k);
+  TERNARY_CHECK(x.stride(1) == 1 && x.stride(0) % 8 == 0 &&
+                    reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0,
+                kOp,
+                ": rows of x must be contiguous and 16-byte aligned; pad them");
+  TERNARY_CHECK(top_k > 0 && routes == x.size(0) * top_k, kOp,
+                ": routes=", routes, " must be the rows of x, ", x.size(0),
+                ", times top_k=", top_k);
   MoeGemmArgs a{};
   a.N = int(size_n);
   a.K = int(size_k);
@@ -86,11 +83,12 @@ Tensor ternary_moe_gemm(const Tensor& x, const Tensor& weight,
   TERNARY_CHECK(a.block_size % 16 == 0, kOp, ": block_size=", block_size,
                 " must be a multiple of 16");
   const int64_t count = weight.size(0);
-  TERNARY_CHECK(weight.is_cuda() && weight.is_contiguous() &&
-                    weight.scalar_type() == ScalarType::Int &&
-                    weight.numel() == count * a.N_pad * (a.K_pad / 16),
-                kOp, ": weight has shape ", shape_name(weight),
-                "; experts in the layout of ternary_layout_cuda.py are expected");
+  TERNARY_CHECK(
+      weight.is_cuda() && weight.is_contiguous() &&
+          weight.scalar_type() == ScalarType::Int &&
+          weight.numel() == count * a.N_pad * (a.K_pad / 16),
+      kOp, ": weight has shape ", shape_name(weight),
+      "; experts in the layout of ternary_layout_cuda.py are expected");
   check_per_block(scale, "scale", count, a);
   a.scale_dtype = dtype_of(scale, "scale");
   if (zero_point) {
@@ -111,12 +109,11 @@ Tensor ternary_moe_gemm(const Tensor& x, const Tensor& weight,
   check_int32(used, "used");
   a.blocks = int(experts.numel());
   a.block_m = a.blocks ? int(sorted_routes.numel() / a.blocks) : kMoeBlockSmall;
-  TERNARY_CHECK(
-      (a.block_m == kMoeBlockSmall || a.block_m == kMoeBlockLarge) &&
-          sorted_routes.numel() >= int64_t(a.blocks) * a.block_m,
-      kOp, ": sorted_routes has ", sorted_routes.numel(), " entries for ",
-      a.blocks, " blocks; blocks of ", kMoeBlockSmall, " or ", kMoeBlockLarge,
-      " are expected");
+  TERNARY_CHECK((a.block_m == kMoeBlockSmall || a.block_m == kMoeBlockLarge) &&
+                    sorted_routes.numel() >= int64_t(a.blocks) * a.block_m,
+                kOp, ": sorted_routes has ", sorted_routes.numel(),
+                " entries for ", a.blocks, " blocks; blocks of ",
+                kMoeBlockSmall, " or ", kMoeBlockLarge, " are expected");
   if (route_weight) {
     TERNARY_CHECK(route_weight->is_cuda() && route_weight->is_contiguous() &&
                       route_weight->scalar_type() == ScalarType::Float &&

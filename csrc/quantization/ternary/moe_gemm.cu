@@ -14,7 +14,8 @@ constexpr int kChunk = 128;         // inputs in one step of the main loop
 constexpr int kStride = kChunk + 8;
 
 __device__ __forceinline__ uint32_t subtract(uint32_t a, uint32_t b, half) {
-  const half2 d = __hsub2(reinterpret_cast<half2&>(a), reinterpret_cast<half2&>(b));
+  const half2 d =
+      __hsub2(reinterpret_cast<half2&>(a), reinterpret_cast<half2&>(b));
   return reinterpret_cast<const uint32_t&>(d);
 }
 
@@ -27,7 +28,8 @@ __device__ __forceinline__ uint32_t subtract(uint32_t a, uint32_t b,
 
 // Fragments of the weights themselves, -1, 0 or +1, for the word's two k-steps.
 template <typename T>
-__device__ __forceinline__ void decode_word(uint32_t word, uint32_t (&a)[2][4]) {
+__device__ __forceinline__ void decode_word(uint32_t word,
+                                            uint32_t (&a)[2][4]) {
   Mma<T>::decode(word, a);
 #pragma unroll
   for (int s = 0; s < 2; ++s) {
@@ -50,7 +52,8 @@ __device__ __forceinline__ uint4 load_x(const T* row, int k, int K) {
 }
 
 // One thread block: kBlockM routes of one expert times 64 rows of its weight. A
-// warp has 16 rows, the A operand of mma.m16n8k16, and all routes, the B operand.
+// warp has 16 rows, the A operand of mma.m16n8k16, and all routes, the B
+// operand.
 template <typename T, int kBlockM, bool kZeroPoint>
 __global__ void __launch_bounds__(kThreads)
     moe_gemm_kernel(const MoeGemmArgs a) {
@@ -65,7 +68,8 @@ __global__ void __launch_bounds__(kThreads)
   const int group = lane / 4, pair = lane % 4;
   const int first_row = blockIdx.x * kRows + 16 * warp;
   const int expert = a.experts[block];
-  if (thread < kBlockM) routes[thread] = a.sorted_routes[block * kBlockM + thread];
+  if (thread < kBlockM)
+    routes[thread] = a.sorted_routes[block * kBlockM + thread];
   __syncthreads();
 
   T* const y = static_cast<T*>(a.y);
@@ -95,10 +99,9 @@ __global__ void __launch_bounds__(kThreads)
 
   const int chunks = a.K_pad / kChunk;
   const int64_t scales = int64_t(a.num_blocks) * a.N_pad;
-  const uint4* weight = reinterpret_cast<const uint4*>(a.weight) +
-                        (int64_t(expert) * (a.N_pad / 16) + first_row / 16) *
-                            chunks * 32 +
-                        lane;
+  const uint4* weight =
+      reinterpret_cast<const uint4*>(a.weight) +
+      (int64_t(expert) * (a.N_pad / 16) + first_row / 16) * chunks * 32 + lane;
 
   float sum[kTiles][4] = {};    // scaled, of all blocks of K so far
   float part[kTiles][4] = {};   // of the current block of K
@@ -149,8 +152,9 @@ __global__ void __launch_bounds__(kThreads)
         if (scale_block < a.num_blocks) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            const int64_t at = expert * scales + int64_t(scale_block) * a.N_pad +
-                               first_row + group + 8 * h;
+            const int64_t at = expert * scales +
+                               int64_t(scale_block) * a.N_pad + first_row +
+                               group + 8 * h;
             const float scale = load_as_float(a.scale, a.scale_dtype, at);
             const float zero = kZeroPoint ? a.zero_point[at] : 0.0f;
 #pragma unroll
@@ -184,7 +188,8 @@ __global__ void __launch_bounds__(kThreads)
       if (n >= a.N || route >= a.routes) continue;
       float value = sum[t][c];
       if (a.bias) {
-        value += to_float(static_cast<const T*>(a.bias)[int64_t(expert) * a.N + n]);
+        value +=
+            to_float(static_cast<const T*>(a.bias)[int64_t(expert) * a.N + n]);
       }
       if (a.route_weight) value *= a.route_weight[route];
       y[int64_t(route) * a.N + n] = from_float<T>(value);

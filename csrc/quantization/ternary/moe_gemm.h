@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// The product of tokens with the weights of the experts that they are routed to.
+// The product of tokens with the weights of the experts that they are routed
+// to.
 #pragma once
 
 #include "cuda_common.h"
 
 namespace vllm::ternary {
 
-// y[r, n] = (x[r / top_k] W[e]^T + bias[e])[n] * route_weight[r] for each route r,
-// where e is the expert of the block of `sorted_routes` that holds r. Routes of a
-// block with a negative expert become 0.
+// y[r, n] = (x[r / top_k] W[e]^T + bias[e])[n] * route_weight[r] for each route
+// r, where e is the expert of the block of `sorted_routes` that holds r. Routes
+// of a block with a negative expert become 0.
 //
 // What the caller guarantees:
 //   x              [routes / top_k, K], inner stride 1, 16-byte aligned, ldx a
@@ -19,8 +20,8 @@ namespace vllm::ternary {
 //                  block_size is a multiple of 16.
 //   bias           [E, N] in dtype, or nullptr.
 //   sorted_routes  int32 [blocks * block_m]: routes ordered by expert, every
-//                  expert's filled up to whole blocks; entries that are not below
-//                  `routes` are filling.
+//                  expert's filled up to whole blocks; entries that are not
+//                  below `routes` are filling.
 //   experts        int32 [blocks], one for each block of block_m entries.
 //   used           int32 [1]: entries of sorted_routes that count.
 //   route_weight   float32 [routes], or nullptr for 1.
