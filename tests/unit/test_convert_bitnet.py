@@ -364,3 +364,14 @@ def test_embedding_models_with_a_norm_per_projection(family, tmp_path):
     assert quantization["activation_bits"] == 8
     assert quantization["block_size"] == "tensor"
     assert quantization["scale_dtype"] == "float32"
+    # The same said in the words of `bitnet`.
+    config = settings_of("online") | {"use_rms_norm": True, "rms_norm_name": "norm"}
+    build.set_config(folder, quantization_config=config)
+    assert convert(folder, tmp_path / "said", "--verify") == 0
+    said = build.read(tmp_path / "said")
+    assert said.keys() == tensors.keys()
+    assert all(
+        torch.equal(said[n], tensors[n]) for n in said if not n.endswith("weight_scale")
+    )
+    config = json.loads((tmp_path / "said/config.json").read_text())
+    assert config["quantization_config"] == quantization

@@ -69,8 +69,10 @@ class BitNetSource(Source):
             label=f"{linear_class}, {mode}",
         )
         if settings.get("use_rms_norm", False):
+            # The name is this project's addition to the format: see docs/bitnet.md.
+            norm = settings.get("rms_norm_name", "rms_norm")
             eps = settings.get("rms_norm_eps", 1e-6)
-            source.input_norm = {"name": "rms_norm", "eps": eps}
+            source.input_norm = {"name": norm, "eps": eps}
         tensors = read_tensors(directory)
         if mode == "online":
             source.entries = _masters(tensors, source)
@@ -79,7 +81,7 @@ class BitNetSource(Source):
                 tensors, linear_class == "bitlinear", source.not_convert, where
             )
         if source.input_norm:
-            _check_norms(source, "rms_norm")
+            _check_norms(source, source.input_norm["name"])
         return source
 
     def files(self) -> list[Path]:
