@@ -267,7 +267,7 @@ class _CpuWeightOnlyKernel(_Kernel):
         block = layer.ternary_int8_block
         x = F.pad(x, (0, blocks * block - x.shape[1])).view(-1, blocks, block)
         x = F.pad(x, (0, padded - block))
-        out = None
+        out = torch.zeros(x.shape[0], weight.shape[1], dtype=torch.float32)
         for i in range(blocks):
             # A scale in bfloat16 would lose bits; those of the sum matter less.
             unit = x.dtype == torch.bfloat16
@@ -275,10 +275,9 @@ class _CpuWeightOnlyKernel(_Kernel):
             part = torch.ops.aten._weight_int8pack_mm(
                 x[:, i].contiguous(), weight[i], factor.to(x.dtype)
             ).float()
-            part = part * scale[i] if unit else part
-            out = part if out is None else out + part
+            out += part * scale[i] if unit else part
         if bias is not None:
-            out = out + bias
+            out += bias
         return out.to(x.dtype)
 
 

@@ -208,7 +208,7 @@ class TernaryMoEMethod(FusedMoEMethodBase):
         loaded = _check_all_loaded(layer)
         layer.ternary_device = layer.w13_packed_ternary_weight.device
         for projection in PROJECTIONS:
-            tensors = [
+            tensors: list[Any] = [
                 p.data if (p := _tensor(layer, projection, name)) is not None else None
                 for name in TENSORS
             ]

@@ -19,6 +19,7 @@ dequantized into memory.
       masked (E / top_k times the ideal arithmetic).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -47,7 +48,7 @@ _ROUTES_FOR_LARGE, _ROUTES_FOR_OWN = 32, 128
 _GATHER_TRAFFIC = 3
 
 # vLLM's CPU kernels for these want widths that their vectors divide; experts have any.
-CPU_ACTIVATIONS = {
+CPU_ACTIVATIONS: dict[MoEActivation, Callable[[torch.Tensor], torch.Tensor]] = {
     MoEActivation.SILU: F.silu,
     MoEActivation.GELU: F.gelu,
     MoEActivation.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
@@ -247,6 +248,7 @@ def _ternary_experts(
     )
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     crowded = topk_ids.numel() >= _ROUTES_FOR_OWN * w13.shape[0]
+    compute: Callable[..., torch.Tensor]
     if x.is_cuda and (capturing or not crowded) and up.grouped and down.grouped:
         compute = _compute_grouped
     elif not capturing:
