@@ -27,6 +27,25 @@ from lib.project import Project
 # vLLM's CMake file refuses older ones for its own CPU kernels.
 MINIMUM_GXX = Version("12.3")
 TARGET = extension.MODULE
+# Variables of vLLM's CMake files for local copies, and the project that stands in.
+STUBS = {
+    "cpu": {"FETCHCONTENT_SOURCE_DIR_ONEDNN": "add_library(dnnl INTERFACE)\n"},
+    "cuda": dict.fromkeys(
+        (
+            "VLLM_CUTLASS_SRC_DIR",
+            "TRITON_KERNELS_SRC_DIR",
+            "DEEPGEMM_SRC_DIR",
+            "DEEPSELECT_SRC_DIR",
+            "FMHA_SM100_SRC_DIR",
+            "FLASH_MLA_SRC_DIR",
+            "FLASH_KDA_SRC_DIR",
+            "QUTLASS_SRC_DIR",
+            "TML_FA4_SRC_DIR",
+            "VLLM_FLASH_ATTN_SRC_DIR",
+        ),
+        "",
+    ),
+}
 
 
 def build(
@@ -121,11 +140,11 @@ def _build_extension(
 
 def _stand_in(stubs: Path, environment: dict[str, str], device: str) -> None:
     """Empty projects for dependencies that the extension does not use."""
-    if device == "cpu":
-        folder = stubs / "onednn"
+    for variable, text in STUBS[device].items():
+        folder = stubs / variable.lower()
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "CMakeLists.txt").write_text("add_library(dnnl INTERFACE)\n")
-        environment.setdefault("FETCHCONTENT_SOURCE_DIR_ONEDNN", str(folder))
+        (folder / "CMakeLists.txt").write_text(text)
+        environment.setdefault(variable, str(folder))
 
 
 def _accept_compiler(stubs: Path) -> list[str]:
