@@ -17,6 +17,7 @@ from transformers.integrations.bitnet import (
     pack_weights,
     replace_with_bitnet_linear,
 )
+from transformers.models.bitnet.modeling_bitnet import BitNetRMSNorm
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from vllm.model_executor.layers.linear import (
@@ -36,6 +37,7 @@ from vllm.model_executor.layers.quantization.ternary.bitnet import (
 )
 from vllm.model_executor.layers.quantization.utils import ternary_format as fmt
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.models.bitnet import SubNorm
 
 sys.path.insert(0, str(Path(__file__).parent))
 from thread_ranks import run_ranks  # noqa: E402
@@ -425,7 +427,7 @@ def test_modules_to_not_convert_as_transformers_reads_it(listed):
 
 
 def test_fused_layers_are_quantized_by_the_names_of_their_parts():
-    """ "qkv_proj" ends with "v_proj", which must not stand for all three."""
+    """A name such as v_proj is the end of qkv_proj, too, but not all of it."""
     layer = Layer("qkv", 52, [32, 16, 16], (4, 2, 8))
 
     def build(listed: list[str]) -> type:
@@ -464,3 +466,21 @@ def test_head_is_quantized_where_transformers_does(request):
     for tp in (1, 2):
         have = torch.cat(run_ranks(tp, logits), -1)[:, :72]
         assert close(have, module(x))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_sub_norm_spans_all_ranks(tp, request):
+    gen = seeded(request)
+    want = BitNetRMSNorm(24, eps=1e-5)
+    weight = torch.rand(24, generator=gen) + 0.5
+    want.weight.data.copy_(weight)
+    x = torch.randn(3, 24, generator=gen)
+
+    def work(rank: int) -> torch.Tensor:
+        norm = SubNorm(24, 1e-5)
+        norm.weight.weight_loader(norm.weight, weight)
+        with pytest.raises(ValueError, match=r"expected \[24\]"):
+            norm.weight.weight_loader(norm.weight, weight[:6])
+        return norm(x.chunk(tp, -1)[rank])
+
+    assert close(torch.cat(run_ranks(tp, work), -1), want(x))

@@ -327,6 +327,9 @@ def _load_weight(
     shard_id = shard[0] if shard else kwargs.get("loaded_shard_id")
     name = f"{checkpoint_name(layer, shard_id)}.{WEIGHT}"
     rows, size_k = logical_rows(layer, shard_id), layer.input_size
+    if rows is None:  # only the model's own class knows
+        packed_rows = loaded_weight.dtype == torch.uint8
+        rows = len(loaded_weight) * (ROWS_PER_BYTE if packed_rows else 1)
     weight_format: WeightFormat = layer.bitnet_format
     # Where the layer lives: on a GPU the conversion is a few small kernels.
     weight = loaded_weight.to(param.device)
@@ -377,7 +380,10 @@ def _load_scale(
         )
     if weight_format.inverse_scale:
         scale = 1.0 / scale
-    _load_rows(layer, param, scale, logical_rows(layer, shard_id), *shard, **kwargs)
+    rows = logical_rows(layer, shard_id)
+    if rows is None:  # as many as any shard can need
+        rows = layer.output_size
+    _load_rows(layer, param, scale, rows, *shard, **kwargs)
     _mark_loaded(layer, SCALE, shard_id)
 
 
