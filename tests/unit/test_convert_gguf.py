@@ -362,6 +362,44 @@ def test_tokenizer_from_the_metadata(tmp_path):
     assert tokenizer.eos_token_id == config["eos_token_id"]
 
 
+def test_wordpiece_tokenizer_from_the_metadata(tmp_path):
+    """Spelled as llama.cpp's converter does, read back as BERT's."""
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        "hello",
+        "wor",
+        "##ld",
+        "##s",
+    ]
+    words += [f"x{i}" for i in range(96 - len(words))]
+
+    def tokenizer(writer):
+        def spell(word):
+            if word.startswith("["):
+                return word
+            return word[2:] if word.startswith("##") else "\u2581" + word
+
+        writer.add_tokenizer_model("bert")
+        writer.add_token_list([spell(word) for word in words])
+
+    model = build.tiny_model("bert", 3)
+    path = build.GgufBuilder(model, encoder("TQ2_0")).write(
+        tmp_path / "model.gguf", tokenizer
+    )
+    assert convert(path, tmp_path / "out") == 0
+    found = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
+    expected = transformers.BertTokenizerFast.from_pretrained(tmp_path)
+    for text in ("Hello world", "hello, worlds x1 unknown"):
+        assert found(text)["input_ids"] == expected(text)["input_ids"]
+    assert found("Hello worlds")["input_ids"] == [2, 5, 6, 7, 8, 3]
+    assert found.model_max_length == 128
+
+
 def test_no_tokenizer_anywhere(tmp_path, capsys):
     model = build.tiny_model("qwen3", 2)
     build.make_ternary(model, 2, 256)

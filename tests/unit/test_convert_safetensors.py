@@ -343,14 +343,15 @@ def test_shards_and_index(tmp_path):
 def test_files_are_carried_over_but_weights_are_not(tmp_path):
     source, dest = tmp_path / "in", tmp_path / "out"
     ternary_source(source, seed=19)
-    for name in ("1_Pooling/config.json", "vocab.txt", "onnx/model.json", "x.bin"):
+    names = "1_Pooling/config.json", "2_Dense/model.safetensors", "vocab.txt"
+    for name in (*names, "onnx/model.json", "x.bin", "consolidated.safetensors"):
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text(name)
     (source / "real").write_text("linked")
     (source / "link.txt").symlink_to("real")
     assert convert(source, dest) == 0
-    assert (dest / "1_Pooling/config.json").read_text() == "1_Pooling/config.json"
-    assert (dest / "vocab.txt").exists()
+    assert all((dest / name).read_text() == name for name in names)
+    assert not (dest / "consolidated.safetensors").exists()
     assert (dest / "link.txt").read_text() == "linked"
     assert not (dest / "link.txt").is_symlink()
     assert not (dest / "onnx").exists() and not (dest / "x.bin").exists()

@@ -89,32 +89,54 @@ class GgufSource(Source):
 
 
 def tokenizer_from_metadata(file: GgufFile, directory: Path) -> None:
-    """Writes the tokenizer in the file's metadata as transformers understands it.
-
-    transformers is given a copy of the file without tensors, because it refuses
-    files with types that it does not know. Raises ConversionError if it cannot.
-    """
+    """Writes the tokenizer in the file's metadata as transformers understands it;
+    raises ConversionError if it does not."""
     try:
-        from transformers import AutoTokenizer
+        import transformers
     except ImportError:
         raise ConversionError(
             f"{file.path}: the tokenizer in the metadata needs transformers. Install "
             "it, or pass --tokenizer with the model's directory."
         ) from None
+    wordpiece = file.metadata.get("tokenizer.ggml.model") == "bert"
+    read = _wordpiece_tokenizer if wordpiece else _tokenizer_of_transformers
     with tempfile.TemporaryDirectory() as scratch:
-        copy = Path(scratch) / "tokenizer.gguf"
-        head = b"GGUF" + struct.pack("<IQQ", 3, 0, file.kv_count)
-        content = head + file.header
-        copy.write_bytes(content + bytes(-len(content) % 32))
         try:
-            tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file=copy.name)
+            tokenizer = read(transformers, file, Path(scratch))
         except Exception as e:
             raise ConversionError(
                 f"{file.path}: transformers makes no tokenizer of the metadata "
                 f"({type(e).__name__}: {e}). Pass --tokenizer with the directory of "
                 "the model's tokenizer."
             ) from None
-    tokenizer.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+
+
+def _tokenizer_of_transformers(transformers: Any, file: GgufFile, scratch: Path) -> Any:
+    """Transformers reads a copy of the file without tensors, because it refuses
+    files with types that it does not know."""
+    copy = scratch / "tokenizer.gguf"
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, file.kv_count)
+    content = head + file.header
+    copy.write_bytes(content + bytes(-len(content) % 32))
+    return transformers.AutoTokenizer.from_pretrained(scratch, gguf_file=copy.name)
+
+
+def _wordpiece_tokenizer(transformers: Any, file: GgufFile, scratch: Path) -> Any:
+    """BERT's, which transformers does not read from GGUF. llama.cpp marks the first
+    piece of a word with U+2581 where BERT marks the others with ##, and lowercases."""
+    tokens = file.metadata["tokenizer.ggml.tokens"]
+
+    def spell(token: str) -> str:
+        if token.startswith("[") and token.endswith("]"):
+            return token
+        return token[1:] if token.startswith("\u2581") else "##" + token
+
+    (scratch / "vocab.txt").write_text("\n".join(map(spell, tokens)) + "\n")
+    limit = file.metadata.get("bert.context_length", 512)
+    return transformers.BertTokenizerFast.from_pretrained(
+        scratch, do_lower_case=True, model_max_length=limit
+    )
 
 
 def _copy_tokenizer(source: Path, directory: Path) -> None:

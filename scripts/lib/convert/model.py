@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What a converter works on: a source checkpoint as a list of entries."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -108,17 +109,30 @@ _WEIGHT_SUFFIXES = {
     ".npz",
     ".lock",
 }
-_SKIPPED_DIRECTORIES = {".git", ".cache", "onnx", "openvino", "coreml", "__pycache__"}
+_SKIPPED_DIRECTORIES = {
+    ".git",
+    ".cache",
+    "__pycache__",
+    "onnx",
+    "openvino",
+    "coreml",
+    "original",
+}
+_MODULE_DIRECTORY = re.compile(r"\d+_\w+")
+"""Further modules of sentence-transformers, such as 2_Dense, with weights of theirs."""
 
 
 def files_to_carry(directory: Path) -> list[Path]:
-    """Files of a Hugging Face directory that are neither weights nor config.json."""
+    """Files of a Hugging Face directory that are neither the model's weights nor its
+    config.json."""
     found = []
     for path in sorted(directory.rglob("*")):
         relative = path.relative_to(directory)
         if _SKIPPED_DIRECTORIES & set(relative.parts[:-1]) or not path.is_file():
             continue
-        if path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json"):
+        own = _MODULE_DIRECTORY.fullmatch(relative.parts[0]) and len(relative.parts) > 1
+        is_weight = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
+        if is_weight and not own:
             continue
         if str(relative) == "config.json":
             continue

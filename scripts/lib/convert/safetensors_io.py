@@ -130,8 +130,8 @@ def read_header(path: Path) -> list[StoredTensor]:
 
 
 def read_checkpoint(directory: Path) -> dict[str, StoredTensor]:
-    """All tensors of a checkpoint directory by name: the shards that the index
-    lists, or every ``*.safetensors`` file there."""
+    """All tensors of a checkpoint directory by name: the shards that the index lists,
+    or model.safetensors, or else every ``*.safetensors`` file there."""
     index = directory / INDEX_NAME
     if index.is_file():
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -143,6 +143,9 @@ def read_checkpoint(directory: Path) -> dict[str, StoredTensor]:
                 "Download the checkpoint again."
             )
         paths = [directory / n for n in names]
+    elif (directory / "model.safetensors").is_file():
+        # Some publishers put a second copy, "consolidated", beside it.
+        paths = [directory / "model.safetensors"]
     else:
         paths = sorted(directory.glob("*.safetensors"))
     tensors: dict[str, StoredTensor] = {}
