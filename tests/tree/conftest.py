@@ -2,11 +2,17 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """These tests need an installed patched vLLM, and no engine."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from lib.validate import ranks
 from vllm.platforms import current_platform
+
+# Builders of checkpoints that need no vLLM are beside the unit tests.
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -21,8 +21,6 @@ from .difference import Failure, compare
 from .ranks import (
     LayerSpec,
     Piece,
-    Rank,
-    Rows,
     ShardError,
     Whole,
     fmt,
@@ -204,45 +202,41 @@ def _check_copy(
     }
     if all(_same_bytes(whole, piece, tensors[PACKED], tables) for piece in pieces):
         return
-    found: list[Rows] = []
+    for name, table in tables.items():
+        for piece in pieces:
+            failure = _compare_table(whole, piece, table, f"{module.name}.{name}")
+            if failure is not None:
+                failure.problem = (
+                    f"{context}, rank {piece.rank.rank}: {failure.problem}"
+                )
+                yield failure
+                break
+    want_t = spec.decode(tensors[PACKED].numpy(), size_k)
     try:
-        for part in fmt.row_chunks(size, 8 * size_k):
-            found.append(whole.rows(pieces, part.start, part.stop))
+        have_t = torch.cat(
+            [
+                whole.codes(pieces, part.start, part.stop)
+                for part in fmt.row_chunks(size, 8 * size_k)
+            ]
+        ).numpy()
     except ShardError as e:
         yield Failure(
             f"{module.name}.{PACKED}",
             f"{context}: the parts do not fit together ({e})",
-            cause=_cut_cause(whole, pieces, tensors[PACKED], tables),
+            cause=_weight_cause(whole, pieces, torch.from_numpy(want_t)),
         )
         return
-    want_t = spec.decode(tensors[PACKED].numpy(), size_k)
-    have_t = torch.cat([rows.t for rows in found])
     failure = compare(
         f"{module.name}.{PACKED}",
         torch.from_numpy(spec.encode(want_t)),
-        torch.from_numpy(spec.encode(have_t.numpy())),
+        torch.from_numpy(spec.encode(have_t)),
         f"{context}: put together differs",
     )
     if failure is not None:
-        failure.cause = _cut_cause(
-            whole, pieces, tensors[PACKED], {}
-        ) or causes.of_packed(want_t, spec.encode(have_t.numpy()))
+        failure.cause = _weight_cause(
+            whole, pieces, torch.from_numpy(want_t)
+        ) or causes.of_packed(want_t, spec.encode(have_t))
         yield failure
-    for name, table in tables.items():
-        parts = [rows.scale if name == SCALE else rows.zero_point for rows in found]
-        have = torch.cat([p for p in parts if p is not None])
-        want = table.contiguous().to(have.dtype)
-        failure = compare(
-            f"{module.name}.{name}",
-            want,
-            have,
-            f"{context}: put together differs",
-        )
-        if failure is not None:
-            failure.cause = _cut_cause(
-                whole, pieces, None, {name: table}
-            ) or causes.of_scale(want, have)
-            yield failure
 
 
 def _same_bytes(
@@ -260,95 +254,85 @@ def _same_bytes(
     columns = slice(piece.start // 4, -(-piece.stop // 4))
     if not same_bits(rank.packed[mine], packed[rows, columns]):
         return False
-    for name, table in tables.items():
-        local = rank.scale if name == SCALE else rank.zero_point
-        assert local is not None
-        block = piece.start // whole.block
-        share = table[rows, block : block + local.shape[1]].to(local.dtype)
-        if not same_bits(local[mine], share):
-            return False
-    return True
+    return all(
+        _compare_table(whole, piece, table, name) is None
+        for name, table in tables.items()
+    )
 
 
-def _cut_cause(
-    whole: Whole,
-    pieces: Sequence[Piece],
-    packed: torch.Tensor | None,
-    tables: dict[str, torch.Tensor],
-) -> str:
-    """The cut that was made in place of the right one, or ""."""
-    for piece in pieces:
-        rank = piece.rank
-        mine = slice(piece.offset, piece.offset + piece.rows)
-        for name, table in tables.items():
-            local = rank.scale if name == SCALE else rank.zero_point
-            assert local is not None
-            cause = _table_cause(whole, piece, table, local[mine], name)
-            if cause:
-                return cause
-        if packed is not None:
-            t = spec.decode(packed.numpy(), whole.spec.size_k)
-            cause = _weight_cause(whole, piece, torch.from_numpy(t), rank)
-            if cause:
-                return cause
-    return ""
+def _compare_table(
+    whole: Whole, piece: Piece, table: torch.Tensor, name: str
+) -> Failure | None:
+    """A rank's scales or zero points against its share of the whole, [N, blocks]."""
+    local = piece.rank.table(name.rpartition(".")[2])
+    assert local is not None
+    local = local[piece.offset : piece.offset + piece.rows]
+    first = whole.first_block(piece)
+    blocks = slice(first, -(-piece.stop // whole.block))
+    share = table[piece.first : piece.first + piece.rows, blocks].to(local.dtype)
+    failure = compare(name, share, local, "differs from the whole", piece.first)
+    if failure is not None:
+        failure.cause = _table_cause(
+            whole, piece, table.to(local.dtype), local, name
+        ) or causes.of_scale(share, local)
+    return failure
 
 
 def _table_cause(
     whole: Whole, piece: Piece, table: torch.Tensor, local: torch.Tensor, name: str
 ) -> str:
-    what = "scale" if name == SCALE else "zero point"
+    """The cut that was made in place of the right one, or ""."""
+    what = "scale" if name.endswith(SCALE) else "zero point"
+    who = f"rank {piece.rank.rank}"
     rows = slice(piece.first, piece.first + piece.rows)
-    block = piece.start // whole.block
-    width = local.shape[1]
-    if same_bits(local, table[rows, block : block + width].to(local.dtype)):
-        return ""
-    table = table.to(local.dtype)
+    block, width = whole.first_block(piece), local.shape[1]
     if same_bits(local, table[: piece.rows, :width]):
+        part = "blocks" if whole.spec.kind == "row" else "rows"
         return (
-            f"{what} not cut with the weight: rank {piece.rank.rank} has the first "
-            f"{'blocks' if whole.spec.kind == 'row' else 'rows'} of the whole, as "
-            "every rank does"
+            f"{what} not cut with the weight: {who} has the first {part} of the whole"
         )
     for other in range(table.shape[1] - width + 1):
         if same_bits(local, table[rows, other : other + width]):
             return (
-                f"a shard cut across a block: rank {piece.rank.rank} has the {what}s "
-                f"from block {other} on, its first weight is in block {block}"
+                f"a shard cut across a block: {who} has the {what}s from block {other} "
+                f"on, its first weight is in block {block}"
             )
     for first in range(0, table.shape[0] - piece.rows + 1, max(1, piece.rows)):
         if same_bits(local, table[first : first + piece.rows, block : block + width]):
             return (
-                f"{what} rows of another rank: rank {piece.rank.rank} has rows from "
-                f"{first} on, {piece.first} is due"
+                f"{what} rows of another rank: {who} has rows from {first} on, "
+                f"{piece.first} is due"
             )
     return ""
 
 
-def _weight_cause(whole: Whole, piece: Piece, t: torch.Tensor, rank: Rank) -> str:
-    rows = slice(piece.first, piece.first + piece.rows)
-    width = piece.stop - piece.start
-    mine = slice(piece.offset, piece.offset + piece.rows)
-    have = fmt.unpack(rank.packed[mine], rank.lead + width)[:, rank.lead :]
-    if torch.equal(have, t[rows, piece.start : piece.stop]):
-        return ""
-    if torch.equal(have, t[: piece.rows, :width]):
-        return (
-            f"weight not cut: rank {rank.rank} has the first "
-            f"{'inputs' if whole.spec.kind == 'row' else 'rows'} of the whole"
-        )
-    for start in range(max(0, piece.start - whole.block), piece.start + whole.block):
-        part = t[rows, start : start + width]
-        if part.shape == have.shape and torch.equal(have, part):
-            inside = "byte" if abs(start - piece.start) < 4 else "block"
-            return (
-                f"a shard cut inside a {inside}: rank {rank.rank} has the weights "
-                f"from input {start} on, {piece.start} is due"
-            )
-    for first in range(0, t.shape[0] - piece.rows + 1, max(1, piece.rows)):
-        if torch.equal(have, t[first : first + piece.rows, piece.start : piece.stop]):
-            return (
-                f"rows of another rank: rank {rank.rank} has rows from {first} on, "
-                f"{piece.first} is due"
-            )
+def _weight_cause(whole: Whole, pieces: Sequence[Piece], t: torch.Tensor) -> str:
+    """The cut that was made in place of the right one, or ""."""
+    for piece in pieces:
+        rank, width = piece.rank, piece.stop - piece.start
+        rows = slice(piece.first, piece.first + piece.rows)
+        columns = slice(piece.start, piece.stop)
+        mine = slice(piece.offset, piece.offset + piece.rows)
+        have = fmt.unpack(rank.packed[mine], rank.lead + width)[:, rank.lead :]
+        if torch.equal(have, t[rows, columns]):
+            continue
+        who = f"rank {rank.rank}"
+        if torch.equal(have, t[: piece.rows, :width]):
+            part = "inputs" if whole.spec.kind == "row" else "rows"
+            return f"weight not cut: {who} has the first {part} of the whole"
+        nearby = range(max(0, piece.start - whole.block), piece.start + whole.block)
+        for start in nearby:
+            part_t = t[rows, start : start + width]
+            if part_t.shape == have.shape and torch.equal(have, part_t):
+                inside = "byte" if abs(start - piece.start) < 4 else "block"
+                return (
+                    f"a shard cut inside a {inside}: {who} has the weights from input "
+                    f"{start} on, {piece.start} is due"
+                )
+        for first in range(0, t.shape[0] - piece.rows + 1, max(1, piece.rows)):
+            if torch.equal(have, t[first : first + piece.rows, columns]):
+                return (
+                    f"rows of another rank: {who} has rows from {first} on, "
+                    f"{piece.first} is due"
+                )
     return ""

@@ -197,6 +197,10 @@ class Rank:
     lead: int
     layer: torch.nn.Module = field(repr=False)
 
+    def table(self, name: str) -> torch.Tensor | None:
+        """The scale or the zero point."""
+        return self.scale if name == SCALE else self.zero_point
+
     @classmethod
     def of(cls, rank: int, layer: Any) -> "Rank":
         """The parameters of a layer that was loaded as rank `rank`."""
@@ -343,70 +347,80 @@ class Whole:
                 first input is not 0.
 
         """
-        size_k, count = self.spec.size_k, end - begin
-        t = torch.empty(count, size_k, dtype=torch.int8)
-        seen = torch.zeros(count, size_k, dtype=torch.bool)
-        first = pieces[0].rank
-        blocks = -(-size_k // self.block)
-        tables = [
-            None if x is None else _Table(count, blocks, x.dtype)
-            for x in (first.scale, first.zero_point)
-        ]
-        for piece in pieces:
-            low = max(begin, piece.first)
-            high = min(end, piece.first + piece.rows)
-            if low >= high:
-                continue
-            rank = piece.rank
-            here = slice(low - begin, high - begin)
-            there = slice(
-                low - piece.first + piece.offset, high - piece.first + piece.offset
-            )
-            width = piece.stop - piece.start
-            codes = fmt.unpack(rank.packed[there], rank.lead + width)
+        scale = self.table(pieces, SCALE, begin, end)
+        assert scale is not None
+        zero_point = self.table(pieces, ZERO_POINT, begin, end)
+        return Rows(self.codes(pieces, begin, end), scale, zero_point)
+
+    def codes(self, pieces: Sequence[Piece], begin: int, end: int) -> torch.Tensor:
+        """The integers of `rows`, int8 [rows, K]."""
+        shape = (end - begin, self.spec.size_k)
+        t = torch.empty(shape, dtype=torch.int8)
+        seen = torch.zeros(shape, dtype=torch.bool)
+        for piece, here, there in _overlaps(pieces, begin, end):
+            rank, columns = piece.rank, slice(piece.start, piece.stop)
+            codes = fmt.unpack(rank.packed[there], rank.lead + piece.stop - piece.start)
             if bool(codes[:, : rank.lead].any()):
                 raise ShardError(
                     f"rank {rank.rank}: a code before its first input is not 0"
                 )
-            if bool(seen[here, piece.start : piece.stop].any()):
+            if bool(seen[here, columns].any()):
                 raise ShardError(f"rank {rank.rank}: rows that another rank has, too")
-            seen[here, piece.start : piece.stop] = True
-            t[here, piece.start : piece.stop] = codes[:, rank.lead :]
-            block = (piece.start - rank.lead) // self.block
-            for table, local in zip(tables, (rank.scale, rank.zero_point)):
-                if table is not None and local is not None:
-                    table.put(rank.rank, here, block, local[there])
+            seen[here, columns] = True
+            t[here, columns] = codes[:, rank.lead :]
         if not bool(seen.all()):
             raise ShardError("some weights are in no rank")
-        scale, zero_point = tables
-        assert scale is not None
-        return Rows(t, scale.values, None if zero_point is None else zero_point.values)
+        return t
+
+    def first_block(self, piece: Piece) -> int:
+        """Block of the whole that a rank's block 0 is."""
+        return (piece.start - piece.rank.lead) // self.block
+
+    def table(
+        self, pieces: Sequence[Piece], name: str, begin: int, end: int
+    ) -> torch.Tensor | None:
+        """The scale or zero point of `rows`, [rows, blocks]."""
+        first = pieces[0].rank.table(name)
+        if first is None:
+            return None
+        blocks = -(-self.spec.size_k // self.block)
+        values = torch.zeros(end - begin, blocks, dtype=first.dtype)
+        seen = torch.zeros(end - begin, blocks, dtype=torch.bool)
+        for piece, here, there in _overlaps(pieces, begin, end):
+            table = piece.rank.table(name)
+            assert table is not None
+            local, block = table[there], self.first_block(piece)
+            columns = slice(block, block + local.shape[1])
+            where = f"rank {piece.rank.rank}, {name}"
+            if values[here, columns].shape != local.shape:
+                raise ShardError(f"{where}: has blocks beyond the last")
+            both = seen[here, columns]
+            if not same_bits(values[here, columns][both], local[both]):
+                raise ShardError(f"{where}: has another value than its neighbour")
+            values[here, columns] = local
+            seen[here, columns] = True
+        if not bool(seen.all()):
+            raise ShardError(f"some blocks of {name} are in no rank")
+        return values
+
+
+def _overlaps(
+    pieces: Sequence[Piece], begin: int, end: int
+) -> Iterator[tuple[Piece, slice, slice]]:
+    """Pieces with rows in [begin, end): which of these rows, and of the rank's."""
+    for piece in pieces:
+        low, high = max(begin, piece.first), min(end, piece.first + piece.rows)
+        if low < high:
+            shift = piece.offset - piece.first
+            yield (
+                piece,
+                slice(low - begin, high - begin),
+                slice(low + shift, high + shift),
+            )
 
 
 class ShardError(Exception):
     """The ranks' parts do not fit together."""
-
-
-class _Table:
-    """Scales [rows, blocks] filled from ranks, some blocks by two of them."""
-
-    def __init__(self, rows: int, blocks: int, dtype: torch.dtype):
-        self.values = torch.zeros(rows, blocks, dtype=dtype)
-        self.seen = torch.zeros(rows, blocks, dtype=torch.bool)
-
-    def put(self, rank: int, rows: slice, block: int, local: torch.Tensor) -> None:
-        columns = slice(block, block + local.shape[1])
-        if self.values[rows, columns].shape != local.shape:
-            raise ShardError(
-                f"rank {rank}: {local.shape[1]} blocks from block {block} on are "
-                f"more than the {self.values.shape[1]} that there are"
-            )
-        both = self.seen[rows, columns]
-        old = self.values[rows, columns][both]
-        if not same_bits(old, local[both]):
-            raise ShardError(f"rank {rank}: another scale than its neighbour's")
-        self.values[rows, columns] = local
-        self.seen[rows, columns] = True
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
