@@ -81,7 +81,9 @@ def test_embeddings_of_minilm(minilm: Path, tmp_path: Path) -> None:
 
 def test_memory_of_minilm(minilm: Path, tmp_path: Path) -> None:
     """What the engine holds is what the format says, and nothing of 16-bit size."""
-    tensors = _inspect(minilm, tmp_path / "log", runner="pooling")
+    tensors = _inspect(
+        minilm, tmp_path / "log", runner="pooling", skip_tokenizer_init=False
+    )
     ternary = [t for t in tensors if t["method"] == "TernaryLinearMethod"]
     layers = {t["module"]: (t["size_n"], t["size_k"]) for t in ternary}
     # Six layers of qkv, attention output, and the two of the MLP.
@@ -182,5 +184,7 @@ def _complete(client: openai.OpenAI, prompt: list[int]) -> list[Step]:
 def _inspect(model: Path, log: Path, **engine_arguments: object) -> list[dict]:
     """Every tensor that an engine holds for the model, see inspect_model.py."""
     job = {"model": str(model), "args": engine_arguments, "steps": [["tensors"]]}
-    (((tensors,),),) = drive([job], log)
+    ((ranks,),) = drive([job], log)
+    assert "error" not in ranks, ranks
+    (tensors,) = ranks
     return tensors
