@@ -40,10 +40,11 @@ const Device& device_of(int index) {
 
 void run(const PrefillArgs& a, const Plan& plan, Rows rows, Chain chain,
          int num_sms) {
-  const bool found =
-      a.dtype == DType::kHalf ? launch_half(a, plan, rows, chain, num_sms)
-                              : launch_bfloat16(a, plan, rows, chain, num_sms);
-  if (!found) throw std::runtime_error("ternary prefill: no kernel for the plan");
+  const bool found = a.dtype == DType::kHalf
+                         ? launch_half(a, plan, rows, chain, num_sms)
+                         : launch_bfloat16(a, plan, rows, chain, num_sms);
+  if (!found)
+    throw std::runtime_error("ternary prefill: no kernel for the plan");
 }
 
 // The schedule of recent sizes: choosing takes some ten microseconds.

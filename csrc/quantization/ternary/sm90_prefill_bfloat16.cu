@@ -4,8 +4,8 @@
 
 namespace vllm::ternary::sm90 {
 
-bool launch_bfloat16(const PrefillArgs& a, const Plan& plan, Rows rows, Chain chain,
-                int num_sms) {
+bool launch_bfloat16(const PrefillArgs& a, const Plan& plan, Rows rows,
+                     Chain chain, int num_sms) {
   return launch_type<__nv_bfloat16>(a, plan, rows, chain, num_sms);
 }
 

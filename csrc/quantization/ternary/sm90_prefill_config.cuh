@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// What the parts of the Hopper prefill kernel agree on: tile sizes, the split of
-// shared memory, the parameters of a launch.
+// What the parts of the Hopper prefill kernel agree on: tile sizes, the split
+// of shared memory, the parameters of a launch.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -21,8 +21,8 @@
 namespace vllm::ternary::sm90 {
 
 // Where a scale meets its weights. kBlock: multiplied into the decoded weight,
-// exact in fp16 for an fp16 scale, rounded to bf16 for bf16 activations. kRow: one
-// scale a row, multiplied into the float32 sum, always exact.
+// exact in fp16 for an fp16 scale, rounded to bf16 for bf16 activations. kRow:
+// one scale a row, multiplied into the float32 sum, always exact.
 enum class ScaleMode { kBlock, kRow };
 
 template <typename T_, ScaleMode kMode_, int kWarpgroups_, int kTiles_,
@@ -42,9 +42,9 @@ struct Config {
   static constexpr int kProducerRegs = kWarpgroups == 2 ? 40 : 56;
 
   // A job is what is decoded and committed together: kJobWords words of 32 k.
-  // kBuffers jobs have registers; kPending of them may run while one is decoded.
-  // (ptxas follows no more than these across the loop, and otherwise waits after
-  // every single wgmma: its note C7513.)
+  // kBuffers jobs have registers; kPending of them may run while one is
+  // decoded. (ptxas follows no more than these across the loop, and otherwise
+  // waits after every single wgmma: its note C7513.)
   static constexpr int kJobWords = kTiles == 1 ? 2 : 1;
   static constexpr int kBuffers = 4 / kJobWords;
   static constexpr int kPending = kTiles;
@@ -73,8 +73,8 @@ struct Config {
 };
 
 // A product cut into two launches runs them side by side: the first lets the
-// second start only once the kernels before both are done, so that the second need
-// not wait for the first before it works, only before it ends.
+// second start only once the kernels before both are done, so that the second
+// need not wait for the first before it works, only before it ends.
 enum class Chain : int { kAlone, kFirst, kSecond };
 
 struct KernelParams {
@@ -83,15 +83,15 @@ struct KernelParams {
   void* y;
   int64_t ldy;
   int M, N, N_pad;
-  int k_blocks;      // K_pad / 128
-  int row_groups;    // ceil(N_pad / 64 / kRowTiles / multicast)
-  int token_tiles;   // ceil(M / kTokens)
-  int token_group;   // token tiles that are walked before the next row group
-  int split;         // blocks that share a tile along K
-  int multicast;     // blocks that share the loads of the tokens
-  int groups_log2;   // log2 of the 8-token groups per block under `split`
-  int stagger;       // k-blocks by which a warpgroup starts after its neighbour
-  int num_tiles;     // row_groups * token_tiles
+  int k_blocks;     // K_pad / 128
+  int row_groups;   // ceil(N_pad / 64 / kRowTiles / multicast)
+  int token_tiles;  // ceil(M / kTokens)
+  int token_group;  // token tiles that are walked before the next row group
+  int split;        // blocks that share a tile along K
+  int multicast;    // blocks that share the loads of the tokens
+  int groups_log2;  // log2 of the 8-token groups per block under `split`
+  int stagger;      // k-blocks by which a warpgroup starts after its neighbour
+  int num_tiles;    // row_groups * token_tiles
   int num_clusters;
   DType scale_dtype;
   int blocks_per_scale;  // k-blocks under one scale (kGroups == 1)

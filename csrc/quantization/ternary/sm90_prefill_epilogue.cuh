@@ -67,8 +67,8 @@ __device__ __forceinline__ float finish(float sum, const RowTerms& r, int i) {
 }
 
 // Two neighbouring 8-token groups of this warp's 16 rows into a staging buffer
-// [token][64 rows], 128 bytes a token, 16-byte chunks swizzled as the copy engine
-// does. v: [group][row g: token pair, row g + 8: token pair].
+// [token][64 rows], 128 bytes a token, 16-byte chunks swizzled as the copy
+// engine does. v: [group][row g: token pair, row g + 8: token pair].
 template <typename T>
 __device__ __forceinline__ void stage_groups(uint32_t out, int group, int warp,
                                              int lane, const float (&v)[2][4]) {
@@ -106,7 +106,8 @@ __device__ __forceinline__ void store_staged(const KernelParams& p,
   for (int i = 0; i < 64; i += 16) {
     const int token = i + thread / 8;
     if (token >= limit) break;
-    const uint4 v = ld_shared_v4(out + token * 128 + ((chunk ^ (token & 7)) << 4));
+    const uint4 v =
+        ld_shared_v4(out + token * 128 + ((chunk ^ (token & 7)) << 4));
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
     uint16_t* dst16 = reinterpret_cast<uint16_t*>(dst + i * p.ldy);
 #pragma unroll
@@ -164,11 +165,12 @@ __device__ __forceinline__ void store_tile(
   }
 }
 
-// --- Sums over the blocks that share a tile along K ----------------------------
+// --- Sums over the blocks that share a tile along K
+// ----------------------------
 
-// Every block takes kTokens / split of the tokens. Each thread sends its partial
-// sums of a token group to that group's block, slot = sender; the block then adds
-// the slots in order, so that the result does not depend on timing.
+// Every block takes kTokens / split of the tokens. Each thread sends its
+// partial sums of a token group to that group's block, slot = sender; the block
+// then adds the slots in order, so that the result does not depend on timing.
 template <typename C>
 __device__ __forceinline__ uint32_t slot_offset(int part, int groups, int local,
                                                 int warpgroup, int mt,
@@ -186,14 +188,13 @@ __device__ __forceinline__ void send_partials(
 #pragma unroll
   for (int j = 0; j < C::kTokens / 8; ++j) {
     const int owner = j >> p.groups_log2, local = j & (groups - 1);
-    const uint32_t base =
-        map_to_rank(slots, owner * p.multicast + row_part);
+    const uint32_t base = map_to_rank(slots, owner * p.multicast + row_part);
 #pragma unroll
     for (int mt = 0; mt < C::kTiles; ++mt) {
-      st_cluster_v4(base + slot_offset<C>(k_part, groups, local, warpgroup, mt,
-                                          thread),
-                    make_float4(acc[mt][4 * j], acc[mt][4 * j + 1],
-                                acc[mt][4 * j + 2], acc[mt][4 * j + 3]));
+      st_cluster_v4(
+          base + slot_offset<C>(k_part, groups, local, warpgroup, mt, thread),
+          make_float4(acc[mt][4 * j], acc[mt][4 * j + 1], acc[mt][4 * j + 2],
+                      acc[mt][4 * j + 3]));
     }
   }
 }
@@ -224,9 +225,9 @@ __device__ __forceinline__ void store_split(const KernelParams& p,
         for (int part = 0; part < p.split; ++part) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            const uint4 u = ld_shared_v4(
-                slots + slot_offset<C>(part, groups, h ? l1 : l0, warpgroup, mt,
-                                       thread));
+            const uint4 u =
+                ld_shared_v4(slots + slot_offset<C>(part, groups, h ? l1 : l0,
+                                                    warpgroup, mt, thread));
             v[h][0] += __uint_as_float(u.x);
             v[h][1] += __uint_as_float(u.y);
             v[h][2] += __uint_as_float(u.z);

@@ -5,15 +5,15 @@
 namespace vllm::ternary::sm90 {
 
 bool launch_half(const PrefillArgs& a, const Plan& plan, Rows rows, Chain chain,
-                int num_sms) {
+                 int num_sms) {
   return launch_type<__half>(a, plan, rows, chain, num_sms);
 }
 
 int max_clusters(int size) {
   using C = Config<__half, ScaleMode::kBlock, 3, 1, 128, 1>;
   auto* kernel = &prefill_kernel<C>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             C::kSmemBytes),
+  check(cudaFuncSetAttribute(
+            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSmemBytes),
         "shared memory");
   cudaLaunchAttribute attr;
   attr.id = cudaLaunchAttributeClusterDimension;

@@ -45,14 +45,15 @@ struct Place {
   int cluster, row_part, k_part;
 };
 
-// --- Producer -----------------------------------------------------------------
+// --- Producer
+// -----------------------------------------------------------------
 
 template <typename C>
 __device__ __forceinline__ void produce(const KernelParams& p, const Maps& maps,
                                         const Place& at) {
   const int part = C::kTokens / p.multicast;
-  const uint16_t mask = uint16_t(((1u << p.multicast) - 1)
-                                 << (at.k_part * p.multicast));
+  const uint16_t mask =
+      uint16_t(((1u << p.multicast) - 1) << (at.k_part * p.multicast));
 
   auto load_weight = [&](const Tile& t, int kb, int stage) {
     const uint32_t base = at.stages + stage * C::kStageBytes;
@@ -74,7 +75,8 @@ __device__ __forceinline__ void produce(const KernelParams& p, const Maps& maps,
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (p.multicast == 1) {
-        tma_load(dst + h * C::kHalfBytes, maps.x, kb * 128 + h * 64, token, bar);
+        tma_load(dst + h * C::kHalfBytes, maps.x, kb * 128 + h * 64, token,
+                 bar);
       } else {
         tma_load_multicast(dst + h * C::kHalfBytes, maps.x, kb * 128 + h * 64,
                            token, bar, mask);
@@ -112,7 +114,8 @@ __device__ __forceinline__ void produce(const KernelParams& p, const Maps& maps,
   }
 }
 
-// --- Consumers ------------------------------------------------------------------
+// --- Consumers
+// ------------------------------------------------------------------
 
 // The scales of rows g and g + 8, as the two halves of a register of type T.
 template <typename T>
@@ -142,7 +145,8 @@ struct Consumer {
   int warpgroup, warp, lane;
 };
 
-// Accumulates one tile. Returns with all wgmma finished and all stages released.
+// Accumulates one tile. Returns with all wgmma finished and all stages
+// released.
 template <typename C, typename Release>
 __device__ __forceinline__ void multiply(
     const KernelParams& p, const Tile& t, const Place& at, const Consumer& me,
@@ -154,8 +158,9 @@ __device__ __forceinline__ void multiply(
   constexpr int kJobs = 4 / C::kJobWords;  // per tile and k-block
   uint32_t a[C::kBuffers][8 * C::kJobWords];
 
-  const uint32_t code_offset =
-      C::kCodesAt + (me.warpgroup * C::kTiles * 4 + me.warp) * 512 + me.lane * 16;
+  const uint32_t code_offset = C::kCodesAt +
+                               (me.warpgroup * C::kTiles * 4 + me.warp) * 512 +
+                               me.lane * 16;
   const int scale_row =
       me.warpgroup * C::kTiles * 64 + me.warp * 16 + me.lane / 4;
 
@@ -182,14 +187,15 @@ __device__ __forceinline__ void multiply(
       for (int mt = 0; mt < C::kTiles; ++mt) {
         const int job = j * C::kTiles + mt;
         const int word = j * C::kJobWords;
-        uint32_t(&frag)[8 * C::kJobWords] = a[job % C::kBuffers];
+        uint32_t (&frag)[8 * C::kJobWords] = a[job % C::kBuffers];
 #pragma unroll
         for (int i = 0; i < C::kJobWords; ++i) {
           if constexpr (kScaled) {
             if ((word + i) % (4 / C::kGroups) == 0) {
               const int group =
-                  C::kGroups == 1 ? 0
-                                  : (word + i) * p.scales_per_block / C::kGroups;
+                  C::kGroups == 1
+                      ? 0
+                      : (word + i) * p.scales_per_block / C::kGroups;
               const uint32_t s = load_scale_pair<T>(
                   p.scale_dtype, base + C::kScalesAt,
                   scale_row + (group * C::kRowTiles + mt) * 64);
@@ -288,7 +294,8 @@ __device__ __forceinline__ void consume(const KernelParams& p, const Maps& maps,
   TERNARY_TRACE(7);
 }
 
-// --- Kernel ---------------------------------------------------------------------
+// --- Kernel
+// ---------------------------------------------------------------------
 
 template <typename C>
 __global__ void __launch_bounds__(C::kThreads, 1)

@@ -56,11 +56,12 @@ inline CUtensorMap make_map(CUtensorMapDataType type, int element_bytes,
   const cuuint32_t steps[2] = {1, 1};
   const CUresult r = encode_tiled()(
       &map, type, 2, const_cast<void*>(base), dims, strides, box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (r != CUDA_SUCCESS) {
-    throw std::runtime_error("ternary prefill: cuTensorMapEncodeTiled failed (" +
-                             std::to_string(int(r)) + ")");
+    throw std::runtime_error(
+        "ternary prefill: cuTensorMapEncodeTiled failed (" +
+        std::to_string(int(r)) + ")");
   }
   return map;
 }
@@ -80,8 +81,10 @@ void launch(const PrefillArgs& whole, const Plan& plan, Rows rows, Chain chain,
   const int scale_bytes = whole.scale_dtype == DType::kFloat ? 4 : 2;
   PrefillArgs a = whole;
   a.weight += int64_t(rows.begin / 16) * a.K_pad;
-  a.scale = static_cast<const char*>(a.scale) + int64_t(rows.begin) * scale_bytes;
-  if (a.bias) a.bias = static_cast<const char*>(a.bias) + int64_t(rows.begin) * 2;
+  a.scale =
+      static_cast<const char*>(a.scale) + int64_t(rows.begin) * scale_bytes;
+  if (a.bias)
+    a.bias = static_cast<const char*>(a.bias) + int64_t(rows.begin) * 2;
   a.y = static_cast<char*>(a.y) + int64_t(rows.begin) * 2;
   a.N = std::min(a.N, rows.end) - rows.begin;
   a.N_pad = rows.end - rows.begin;
@@ -104,14 +107,16 @@ void launch(const PrefillArgs& whole, const Plan& plan, Rows rows, Chain chain,
   p.multicast = plan.multicast;
   for (int g = C::kTokens / 8 / plan.split; g > 1; g /= 2) ++p.groups_log2;
   p.num_tiles = p.row_groups * p.token_tiles;
-  p.num_clusters = plan.split > 1 ? p.num_tiles
-                                  : std::min(p.num_tiles, num_sms / cluster_size);
+  p.num_clusters = plan.split > 1
+                       ? p.num_tiles
+                       : std::min(p.num_tiles, num_sms / cluster_size);
   p.stagger = p.num_tiles > p.num_clusters && plan.stagger < p.k_blocks
-                  ? plan.stagger : 0;
+                  ? plan.stagger
+                  : 0;
   p.scale_dtype = a.scale_dtype;
   p.blocks_per_scale = a.num_blocks == 1 ? p.k_blocks : a.block_size / 128;
-  p.scales_per_block = a.num_blocks > 1 && a.block_size < 128
-                           ? 128 / a.block_size : 1;
+  p.scales_per_block =
+      a.num_blocks > 1 && a.block_size < 128 ? 128 / a.block_size : 1;
   const bool wide = a.scale_dtype == DType::kFloat;
   const bool half = a.dtype == DType::kHalf;
   p.stage_tx_bytes = 2 * C::kHalfBytes + C::kCodeBytes;
@@ -121,34 +126,34 @@ void launch(const PrefillArgs& whole, const Plan& plan, Rows rows, Chain chain,
   p.tma_store = a.ldy % 8 == 0 && plan.split == 1;
   p.chain = chain;
 
-  const CUtensorMapDataType x_type = half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                          : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  const CUtensorMap x_map = make_map(
-      x_type, 2, a.x, a.M, a.K, a.ldx, C::kTokens / plan.multicast, 64,
-      CU_TENSOR_MAP_SWIZZLE_128B);
+  const CUtensorMapDataType x_type =
+      half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const CUtensorMap x_map =
+      make_map(x_type, 2, a.x, a.M, a.K, a.ldx, C::kTokens / plan.multicast, 64,
+               CU_TENSOR_MAP_SWIZZLE_128B);
   const CUtensorMap w_map = make_map(
       CU_TENSOR_MAP_DATA_TYPE_INT32, 4, a.weight, a.N_pad / 16, a.K_pad,
       a.K_pad, C::kRowTiles * 4, 128, CU_TENSOR_MAP_SWIZZLE_NONE);
   const CUtensorMap s_map = make_map(
       wide ? CU_TENSOR_MAP_DATA_TYPE_INT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16,
       scale_bytes, a.scale, a.num_blocks, a.N_pad, whole.N_pad,
-      p.scales_per_block,
-      C::kRowTiles * 64, CU_TENSOR_MAP_SWIZZLE_NONE);
+      p.scales_per_block, C::kRowTiles * 64, CU_TENSOR_MAP_SWIZZLE_NONE);
 
   // Without wide rows y is written by ordinary stores and needs no map.
-  const CUtensorMap y_map =
-      p.tma_store ? make_map(x_type, 2, a.y, a.M, a.N, a.ldy, 64, 64,
-                             CU_TENSOR_MAP_SWIZZLE_128B)
-                  : x_map;
+  const CUtensorMap y_map = p.tma_store
+                                ? make_map(x_type, 2, a.y, a.M, a.N, a.ldy, 64,
+                                           64, CU_TENSOR_MAP_SWIZZLE_128B)
+                                : x_map;
 
   auto* kernel = &prefill_kernel<C>;
   // Once per device; setting it twice does no harm.
   static std::atomic<uint64_t> prepared{0};
   const uint64_t bit = uint64_t(1) << (a.device & 63);
   if (!(prepared.load(std::memory_order_relaxed) & bit)) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               C::kSmemBytes),
-          "shared memory");
+    check(
+        cudaFuncSetAttribute(
+            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSmemBytes),
+        "shared memory");
     prepared.fetch_or(bit, std::memory_order_relaxed);
   }
 
@@ -170,8 +175,8 @@ void launch(const PrefillArgs& whole, const Plan& plan, Rows rows, Chain chain,
   config.stream = a.stream;
   config.attrs = attrs;
   config.numAttrs = n;
-  check(cudaLaunchKernelEx(&config, kernel, x_map, w_map, s_map,
-                           y_map, p), "launch");
+  check(cudaLaunchKernelEx(&config, kernel, x_map, w_map, s_map, y_map, p),
+        "launch");
 }
 
 // Picks the kernel that was built for a plan; false if none was.
@@ -180,8 +185,8 @@ bool launch_variant(const PrefillArgs& a, const Plan& plan, Rows rows,
                     Chain chain, int num_sms) {
   const int key = plan.warpgroups * 10000 + plan.tiles * 1000 + plan.tokens;
   switch (key) {
-#define TERNARY_VARIANT(w, t, n)                                            \
-  case w * 10000 + t * 1000 + n:                                            \
+#define TERNARY_VARIANT(w, t, n)                                               \
+  case w * 10000 + t * 1000 + n:                                               \
     launch<Config<T, kMode, w, t, n, kGroups>>(a, plan, rows, chain, num_sms); \
     return true;
     TERNARY_VARIANT(3, 1, 64)
@@ -211,7 +216,8 @@ bool launch_type(const PrefillArgs& a, const Plan& plan, Rows rows, Chain chain,
     return launch_variant<T, ScaleMode::kRow, 1>(a, plan, rows, chain, num_sms);
   }
   if (a.block_size < 128) {
-    return launch_variant<T, ScaleMode::kBlock, 4>(a, plan, rows, chain, num_sms);
+    return launch_variant<T, ScaleMode::kBlock, 4>(a, plan, rows, chain,
+                                                   num_sms);
   }
   return launch_variant<T, ScaleMode::kBlock, 1>(a, plan, rows, chain, num_sms);
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// From a product's sizes to the tiles of the Hopper prefill kernels: the table of
-// tile shapes, what each costs, and the choice. Host code without CUDA.
+// From a product's sizes to the tiles of the Hopper prefill kernels: the table
+// of tile shapes, what each costs, and the choice. Host code without CUDA.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,8 @@
 
 namespace vllm::ternary::sm90 {
 
-// How one launch is cut up. `tokens` x 64 * `warpgroups` * `tiles` is the output
-// tile of a thread block.
+// How one launch is cut up. `tokens` x 64 * `warpgroups` * `tiles` is the
+// output tile of a thread block.
 struct Plan {
   int warpgroups, tiles, tokens;
   int split;          // blocks that share a tile along K: 1, 2, 4, 8
@@ -74,8 +74,8 @@ struct Choice {
   float cost;
 };
 
-// The cheapest single launch. `fine`: several scales in a k-block, which only the
-// tiles of three warpgroups are built for.
+// The cheapest single launch. `fine`: several scales in a k-block, which only
+// the tiles of three warpgroups are built for.
 inline Choice cheapest(int M, int row_tiles, int k_blocks, bool fine,
                        const Slots& slots) {
   Choice best{{}, 1e30f};
@@ -102,7 +102,8 @@ inline Schedule choose(int M, int N_pad, int K_pad, bool fine,
   Schedule best;
   best.first = best.second = one.plan;
   float cost = one.cost;
-  // Two launches: as many full waves as there are, and a better cut for the rest.
+  // Two launches: as many full waves as there are, and a better cut for the
+  // rest.
   for (const Variant& v : kVariants) {
     if (fine && v.warpgroups != 3) continue;
     const int rows = v.warpgroups * v.tiles, columns = ceil_div(M, v.tokens);

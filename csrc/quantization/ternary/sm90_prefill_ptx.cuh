@@ -28,10 +28,10 @@ __device__ __forceinline__ void mbar_init_fence() {
 }
 
 __device__ __forceinline__ void mbar_expect_tx(uint32_t bar, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   bar),
-               "r"(bytes)
-               : "memory");
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar),
+      "r"(bytes)
+      : "memory");
 }
 
 __device__ __forceinline__ void mbar_arrive(uint32_t bar) {
@@ -46,8 +46,7 @@ __device__ __forceinline__ void mbar_arrive_remote(uint32_t bar, int rank) {
   asm volatile(
       "{\n.reg .b32 remote;\n"
       "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::
-          "r"(bar),
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(bar),
       "r"(rank)
       : "memory");
 }
@@ -128,7 +127,8 @@ __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// --- Cluster ------------------------------------------------------------------
+// --- Cluster
+// ------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t r;
@@ -158,7 +158,8 @@ __device__ __forceinline__ void st_cluster_v4(uint32_t addr, float4 v) {
                : "memory");
 }
 
-// --- Registers, barriers, shared memory -----------------------------------------
+// --- Registers, barriers, shared memory
+// -----------------------------------------
 
 template <int kRegs>
 __device__ __forceinline__ void registers_up() {
@@ -214,7 +215,8 @@ __device__ __forceinline__ float ld_shared_f32(uint32_t addr) {
   return v;
 }
 
-// --- Programmatic dependent launch ---------------------------------------------
+// --- Programmatic dependent launch
+// ---------------------------------------------
 
 // The kernels before this one on the stream have completed, their writes are
 // visible. Weights and scales may be read before it, activations may not.
