@@ -108,12 +108,9 @@ Tensor ternary_moe_gemm(
   check_int32(experts, "experts");
   check_int32(used, "used");
   a.blocks = int(experts.numel());
-  a.block_m = a.blocks ? int(sorted_routes.numel() / a.blocks) : kMoeBlockSmall;
-  TERNARY_CHECK((a.block_m == kMoeBlockSmall || a.block_m == kMoeBlockLarge) &&
-                    sorted_routes.numel() >= int64_t(a.blocks) * a.block_m,
-                kOp, ": sorted_routes has ", sorted_routes.numel(),
-                " entries for ", a.blocks, " blocks; blocks of ",
-                kMoeBlockSmall, " or ", kMoeBlockLarge, " are expected");
+  TERNARY_CHECK(sorted_routes.numel() == int64_t(a.blocks) * kMoeBlock, kOp,
+                ": sorted_routes has ", sorted_routes.numel(), " entries for ",
+                a.blocks, " blocks; blocks of ", kMoeBlock, " are expected");
   if (route_weight) {
     TERNARY_CHECK(route_weight->is_cuda() && route_weight->is_contiguous() &&
                       route_weight->scalar_type() == ScalarType::Float &&

@@ -51,30 +51,30 @@ __device__ __forceinline__ uint4 load_x(const T* row, int k, int K) {
   return v;
 }
 
-// One thread block: kBlockM routes of one expert times 64 rows of its weight. A
-// warp has 16 rows, the A operand of mma.m16n8k16, and all routes, the B
+// One thread block: kMoeBlock routes of one expert times 64 rows of its weight.
+// A warp has 16 rows, the A operand of mma.m16n8k16, and all routes, the B
 // operand.
-template <typename T, int kBlockM, bool kZeroPoint>
+template <typename T, bool kZeroPoint>
 __global__ void __launch_bounds__(kThreads)
     moe_gemm_kernel(const MoeGemmArgs a) {
-  constexpr int kTiles = kBlockM / 8;
-  constexpr int kLoads = kBlockM * kChunk / 8 / kThreads;
-  __shared__ __align__(16) T staged[kBlockM * kStride];
-  __shared__ int routes[kBlockM];
+  constexpr int kTiles = kMoeBlock / 8;
+  constexpr int kLoads = kMoeBlock * kChunk / 8 / kThreads;
+  __shared__ __align__(16) T staged[kMoeBlock * kStride];
+  __shared__ int routes[kMoeBlock];
 
   const int block = blockIdx.y;
-  if (block * kBlockM >= *a.used) return;
+  if (block * kMoeBlock >= *a.used) return;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int group = lane / 4, pair = lane % 4;
   const int first_row = blockIdx.x * kRows + 16 * warp;
   const int expert = a.experts[block];
-  if (thread < kBlockM)
-    routes[thread] = a.sorted_routes[block * kBlockM + thread];
+  if (thread < kMoeBlock)
+    routes[thread] = a.sorted_routes[block * kMoeBlock + thread];
   __syncthreads();
 
   T* const y = static_cast<T*>(a.y);
   if (expert < 0) {
-    for (int i = thread; i < kBlockM * kRows; i += kThreads) {
+    for (int i = thread; i < kMoeBlock * kRows; i += kThreads) {
       const int route = routes[i / kRows], n = blockIdx.x * kRows + i % kRows;
       if (route < a.routes && n < a.N) {
         y[int64_t(route) * a.N + n] = from_float<T>(0.0f);
@@ -197,13 +197,13 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <typename T, int kBlockM>
+template <typename T>
 void launch(const MoeGemmArgs& a) {
   const dim3 grid(a.N_pad / kRows, a.blocks);
   if (a.zero_point) {
-    moe_gemm_kernel<T, kBlockM, true><<<grid, kThreads, 0, a.stream>>>(a);
+    moe_gemm_kernel<T, true><<<grid, kThreads, 0, a.stream>>>(a);
   } else {
-    moe_gemm_kernel<T, kBlockM, false><<<grid, kThreads, 0, a.stream>>>(a);
+    moe_gemm_kernel<T, false><<<grid, kThreads, 0, a.stream>>>(a);
   }
   check_cuda(cudaGetLastError(), "ternary_moe_gemm");
 }
@@ -211,13 +211,7 @@ void launch(const MoeGemmArgs& a) {
 }  // namespace
 
 void moe_gemm(const MoeGemmArgs& a) {
-  const bool large = a.block_m == kMoeBlockLarge;
-  if (a.dtype == DType::kHalf) {
-    large ? launch<half, kMoeBlockLarge>(a) : launch<half, kMoeBlockSmall>(a);
-  } else {
-    large ? launch<__nv_bfloat16, kMoeBlockLarge>(a)
-          : launch<__nv_bfloat16, kMoeBlockSmall>(a);
-  }
+  a.dtype == DType::kHalf ? launch<half>(a) : launch<__nv_bfloat16>(a);
 }
 
 }  // namespace vllm::ternary

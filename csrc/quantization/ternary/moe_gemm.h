@@ -19,10 +19,10 @@ namespace vllm::ternary {
 //   weight, scale, zero_point   [E, ...], per expert as in sm90_prefill.h;
 //                  block_size is a multiple of 16.
 //   bias           [E, N] in dtype, or nullptr.
-//   sorted_routes  int32 [blocks * block_m]: routes ordered by expert, every
+//   sorted_routes  int32 [blocks * kMoeBlock]: routes ordered by expert, every
 //                  expert's filled up to whole blocks; entries that are not
 //                  below `routes` are filling.
-//   experts        int32 [blocks], one for each block of block_m entries.
+//   experts        int32 [blocks], one for each block of kMoeBlock entries.
 //   used           int32 [1]: entries of sorted_routes that count.
 //   route_weight   float32 [routes], or nullptr for 1.
 //   y              [routes, N], contiguous.
@@ -40,13 +40,15 @@ struct MoeGemmArgs {
   const int32_t* used;
   const float* route_weight;
   void* y;
-  int routes, top_k, blocks, block_m;
+  int routes, top_k, blocks;
   int N, K, N_pad, K_pad, block_size, num_blocks;
   cudaStream_t stream;
 };
 
-// Block sizes of sorted_routes that there is a kernel for.
-constexpr int kMoeBlockSmall = 16, kMoeBlockLarge = 64;
+// Routes in a block of sorted_routes. Blocks of 64 were slower on an H200 for
+// every number of tokens: few tokens leave them empty, many are better served
+// by 16 at a time in more thread blocks.
+constexpr int kMoeBlock = 16;
 
 // Enqueues on args.stream; throws std::runtime_error on a failed launch.
 void moe_gemm(const MoeGemmArgs& args);

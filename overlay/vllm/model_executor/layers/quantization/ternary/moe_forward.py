@@ -40,10 +40,10 @@ from vllm.model_executor.layers.fused_moe.moe_align_block_size import (
 )
 from vllm.utils.torch_utils import direct_register_custom_op
 
-# Blocks of routes that csrc/quantization/ternary/moe_gemm.h has kernels for.
-_BLOCK_SMALL, _BLOCK_LARGE = 16, 64
-# Routes per expert from which the larger block, or a product of its own, is better.
-_ROUTES_FOR_LARGE, _ROUTES_FOR_OWN = 32, 128
+# Routes in a block, as csrc/quantization/ternary/moe_gemm.h has it.
+_BLOCK = 16
+# Routes per expert from which a product of its own is better.
+_ROUTES_FOR_OWN = 128
 # Gathering copies a weight once (read and write) and the GEMM reads it again.
 _GATHER_TRAFFIC = 3
 
@@ -328,11 +328,10 @@ def _compute_grouped(
 ) -> torch.Tensor:
     """All experts in one launch for each projection; float32 [M, H]."""
     local, top_k = up.weight.shape[0], experts.shape[1]
-    large = experts.numel() >= _ROUTES_FOR_LARGE * local
     # Routes to experts of other ranks, numbered -1, are sorted as one more expert.
     order, owners, used = moe_align_block_size(
         torch.where(experts < 0, local, experts).int(),
-        _BLOCK_LARGE if large else _BLOCK_SMALL,
+        _BLOCK,
         local + 1,
         pad_sorted_ids=True,
     )
