@@ -74,10 +74,9 @@ struct Weight {
 Weight check_weight(const Tensor& weight, const Tensor& scale,
                     const std::optional<Tensor>& zero_point, int64_t size_n,
                     int64_t size_k, int64_t block_size) {
-  STD_TORCH_CHECK(size_n >= 0 && size_k >= 1 && size_n < (1 << 30) &&
-                      size_k < (1 << 30),
-                  "size_n ", size_n, " and size_k ", size_k,
-                  " must be sizes of a weight");
+  STD_TORCH_CHECK(
+      size_n >= 0 && size_k >= 1 && size_n < (1 << 30) && size_k < (1 << 30),
+      "size_n ", size_n, " and size_k ", size_k, " must be sizes of a weight");
   STD_TORCH_CHECK(block_size >= 4 && block_size % 4 == 0, "block_size is ",
                   block_size, "; it must be a positive multiple of 4");
   Weight w;
@@ -93,11 +92,11 @@ Weight check_weight(const Tensor& weight, const Tensor& scale,
           weight.numel() == int64_t(w.N_pad) * w.K_pad / 16,
       "weight ", shape_of(weight), " is not a [", size_n, ", ", size_k,
       "] weight in the CUDA layout (int32 [N_pad/16, K_pad/128, 32, 4])");
-  STD_TORCH_CHECK(
-      scale.is_contiguous() && scale.dim() == 2 &&
-          scale.size(0) == w.num_blocks && scale.size(1) == w.N_pad,
-      "scale ", shape_of(scale), " must be contiguous [", w.num_blocks, ", ",
-      w.N_pad, "] for K = ", size_k, " in blocks of ", block_size);
+  STD_TORCH_CHECK(scale.is_contiguous() && scale.dim() == 2 &&
+                      scale.size(0) == w.num_blocks && scale.size(1) == w.N_pad,
+                  "scale ", shape_of(scale), " must be contiguous [",
+                  w.num_blocks, ", ", w.N_pad, "] for K = ", size_k,
+                  " in blocks of ", block_size);
   STD_TORCH_CHECK(weight.is_cuda() && scale.is_cuda() &&
                       scale.get_device_index() == weight.get_device_index(),
                   "weight and scale must be on one CUDA device");
@@ -119,8 +118,9 @@ Weight check_weight(const Tensor& weight, const Tensor& scale,
 }
 
 void check_activation(const Tensor& x, const Tensor& weight, int64_t size_k) {
-  STD_TORCH_CHECK(x.is_cuda() && x.get_device_index() == weight.get_device_index(),
-                  "x and weight must be on one CUDA device");
+  STD_TORCH_CHECK(
+      x.is_cuda() && x.get_device_index() == weight.get_device_index(),
+      "x and weight must be on one CUDA device");
   STD_TORCH_CHECK(x.dim() == 2 && x.size(1) == size_k, "x ", shape_of(x),
                   " must be [M, ", size_k, "]");
   STD_TORCH_CHECK(x.scalar_type() == ScalarType::Half ||
@@ -246,8 +246,9 @@ Tensor ternary_gemm_sm90(const Tensor& x, const Tensor& weight,
                          int64_t size_k, int64_t block_size) {
   return run_gemm(x, weight, scale, zero_point, bias, size_n, size_k,
                   block_size, [](const GemmArgs& a) {
-                    STD_TORCH_CHECK(sm90_gemm_supported(a),
-                                    "the Hopper kernel does not take this call");
+                    STD_TORCH_CHECK(
+                        sm90_gemm_supported(a),
+                        "the Hopper kernel does not take this call");
                     sm90_gemm(a);
                   });
 }
@@ -287,10 +288,9 @@ Tensor ternary_gemm_w2a8(const Tensor& x, const Tensor& weight,
                     "] on x's device, one end row per row of norm_weight");
     STD_TORCH_CHECK(q.parts < 65536, "too many parts: ", q.parts);
   }
-  Tensor xq = torch::stable::new_empty(x, {q.parts, rows, w.K_pad},
-                                       ScalarType::Char);
-  Tensor xs =
-      torch::stable::new_empty(x, {q.parts, rows}, ScalarType::Float);
+  Tensor xq =
+      torch::stable::new_empty(x, {q.parts, rows, w.K_pad}, ScalarType::Char);
+  Tensor xs = torch::stable::new_empty(x, {q.parts, rows}, ScalarType::Float);
   q.x = x.data_ptr();
   q.ldx = x.stride(0);
   q.incx = x.stride(1);

@@ -14,19 +14,21 @@
 
 namespace vllm::ternary {
 
-// The arguments of every 16-bit product; sm90_prefill.h states what they promise.
+// The arguments of every 16-bit product; sm90_prefill.h states what they
+// promise.
 using GemmArgs = PrefillArgs;
 
 // x[M, K] int8 (rows of K_pad, zero past K) times the packed weight.
 struct W2A8Args {
-  const int8_t* xq;        // [parts, M, K_pad]
-  const float* xs;         // [parts, M], multiplies the integer product
-  const int32_t* weight;   // as in PrefillArgs
-  const void* scale;       // [num_blocks, N_pad]
+  const int8_t* xq;       // [parts, M, K_pad]
+  const float* xs;        // [parts, M], multiplies the integer product
+  const int32_t* weight;  // as in PrefillArgs
+  const void* scale;      // [num_blocks, N_pad]
   DType scale_dtype;
-  const void* bias;        // [N] in dtype, or nullptr
-  const int32_t* part_ends;  // [parts], end row of each part, or nullptr when parts == 1
-  void* y;                 // [M, N] in dtype
+  const void* bias;  // [N] in dtype, or nullptr
+  const int32_t*
+      part_ends;  // [parts], end row of each part, or nullptr when parts == 1
+  void* y;        // [M, N] in dtype
   DType dtype;
   int parts, M, N, K, N_pad, K_pad, block_size, num_blocks;
   int device;
@@ -68,7 +70,8 @@ inline void check_cuda(cudaError_t status, const char* what) {
   }
 }
 
-// Each enqueues on args.stream and throws std::runtime_error on a failed launch.
+// Each enqueues on args.stream and throws std::runtime_error on a failed
+// launch.
 void reference_gemm(const GemmArgs& args);
 void reference_w2a8(const W2A8Args& args);
 void quantize_tokens(const QuantArgs& args);

@@ -57,7 +57,8 @@ __global__ void __launch_bounds__(kQuantThreads)
     return v;
   };
 
-  // max of a NaN and a number is the number: keep NaN by comparing the other way.
+  // max of a NaN and a number is the number: keep NaN by comparing the other
+  // way.
   auto nan_max = [](float p, float q) { return p >= q || p != p ? p : q; };
   float amax = 0.0f;
   for (int k = threadIdx.x; k < a.K; k += kQuantThreads) {

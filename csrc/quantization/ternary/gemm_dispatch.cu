@@ -21,8 +21,8 @@ double ratio(int a, int b) {
   return a > b ? double(a) / double(b) : double(b) / double(a);
 }
 
-// The measured entry for the class of M (the first with at least M tokens) whose
-// N and K are nearest, or nullptr when M is beyond the table.
+// The measured entry for the class of M (the first with at least M tokens)
+// whose N and K are nearest, or nullptr when M is beyond the table.
 const DispatchEntry* nearest_entry(int M, int N, int K) {
   const DispatchEntry* found = nullptr;
   double least = 0.0;

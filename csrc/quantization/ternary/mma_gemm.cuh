@@ -4,8 +4,8 @@
 // y = x W^T with the weights as the 16-row operand of mma.m16n8k16.
 //
 // A CTA owns a run of rows and a run of k tiles (128 weights along K). Its part
-// of x sits in shared memory. The unit of work is a granule: kTiles successive k
-// tiles of 16 * kR rows. Granules are dealt to the warps as equal contiguous
+// of x sits in shared memory. The unit of work is a granule: kTiles successive
+// k tiles of 16 * kR rows. Granules are dealt to the warps as equal contiguous
 // runs; each warp streams its run through a ring of kStages granules of its own
 // (asynchronous copies, begun before the kernel ahead in the stream has ended),
 // so no warp waits for another. What a warp summed for some rows it leaves in
@@ -24,23 +24,25 @@ namespace vllm::ternary {
 struct MmaArgs {
   GemmArgs g;
   int split;
-  int group_units, group_rest;  // row units per CTA; the first `rest` have one more
-  int k_tiles, k_rest;          // k tiles per CTA of a cluster, likewise
-  int chunk;                    // k tiles of x in shared memory at once
-  int units;                    // most row units of a CTA
-  int segments;                 // row units that one warp may touch in one chunk
-  int tokens_log2;              // of the tokens of a CTA, rounded up
-  uint32_t block_shift;         // fast: block = (k tile) >> block_shift
-  uint32_t block_magic;         // general: ceil(2^31 / (block_size / 32))
+  int group_units,
+      group_rest;        // row units per CTA; the first `rest` have one more
+  int k_tiles, k_rest;   // k tiles per CTA of a cluster, likewise
+  int chunk;             // k tiles of x in shared memory at once
+  int units;             // most row units of a CTA
+  int segments;          // row units that one warp may touch in one chunk
+  int tokens_log2;       // of the tokens of a CTA, rounded up
+  uint32_t block_shift;  // fast: block = (k tile) >> block_shift
+  uint32_t block_magic;  // general: ceil(2^31 / (block_size / 32))
 };
 
-constexpr int kSlotStride = 20;  // floats per token of a slot: no bank conflicts
+constexpr int kSlotStride =
+    20;  // floats per token of a slot: no bank conflicts
 
 template <int kMT_, int kR_, int kWarps_, int kTiles_, int kStages_,
           bool kGeneral_, int kMinBlocks_>
 struct MmaShape {
-  static constexpr int kMT = kMT_;      // token tiles of 8
-  static constexpr int kR = kR_;        // row tiles of 16 in a row unit
+  static constexpr int kMT = kMT_;  // token tiles of 8
+  static constexpr int kR = kR_;    // row tiles of 16 in a row unit
   static constexpr int kWarps = kWarps_;
   static constexpr int kTiles = kTiles_;    // k tiles of a granule
   static constexpr int kStages = kStages_;  // granules in a warp's ring
@@ -78,8 +80,8 @@ __host__ __device__ __forceinline__ MmaShared mma_shared(const MmaArgs& a,
   return s;
 }
 
-// The scale block of the `q`-th run of 32 weights: q * 32 / block_size, with the
-// padding past K counted to the last block.
+// The scale block of the `q`-th run of 32 weights: q * 32 / block_size, with
+// the padding past K counted to the last block.
 __device__ __forceinline__ uint32_t block_of(const MmaArgs& a, int q) {
   return min(__umulhi(2 * q + 1, a.block_magic), uint32_t(a.g.num_blocks - 1));
 }
@@ -105,8 +107,8 @@ __device__ __forceinline__ void copy_granule(uint32_t dst, const MmaArgs& a,
     constexpr int kPieces = S::kScales * S::kR * 2;
     if (lane < kPieces) {
       const int q = lane / (2 * S::kR), rest = lane % (2 * S::kR);
-      const uint32_t block = min(uint32_t(kt + q) >> a.block_shift,
-                                 uint32_t(a.g.num_blocks - 1));
+      const uint32_t block =
+          min(uint32_t(kt + q) >> a.block_shift, uint32_t(a.g.num_blocks - 1));
       cp_async_16(dst + lane * 16, static_cast<const half*>(a.g.scale) +
                                        (block * a.g.N_pad + row + rest * 8));
     }
@@ -137,7 +139,8 @@ __device__ __forceinline__ float granule_scale(uint32_t scales, int q, int r,
     if (dtype == DType::kBFloat16) return __uint_as_float(raw << 16);
     return __half2float(__ushort_as_half(uint16_t(raw)));
   }
-  return __half2float(__ushort_as_half(uint16_t(load_shared_u16(at + row * 2))));
+  return __half2float(
+      __ushort_as_half(uint16_t(load_shared_u16(at + row * 2))));
 }
 
 // Copies columns [first, first + 128 * tiles) of `tokens` rows of x into shared
@@ -154,7 +157,8 @@ __device__ __forceinline__ void stage_x(uint8_t* xs, const GemmArgs& g,
   if (m0 >= m_step) return;  // the odd threads out
   for (int p = threadIdx.x - m0 * pieces; p < pieces; p += kThreads) {
     const int k = first + p * 8;
-    const T* from = static_cast<const T*>(g.x) + int64_t(first_token) * g.ldx + k;
+    const T* from =
+        static_cast<const T*>(g.x) + int64_t(first_token) * g.ldx + k;
     for (int m = m0; m < tokens; m += kBatch * m_step) {
       uint4 v[kBatch];
 #pragma unroll
@@ -254,7 +258,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
   const int outputs = (units * kRows) << a.tokens_log2;
   // Output i of a CTA is a row, a token and a row unit, rows fastest.
   auto row_of = [&](int i) { return i % kRows; };
-  auto token_of = [&](int i) { return (i / kRows) & ((1 << a.tokens_log2) - 1); };
+  auto token_of = [&](int i) {
+    return (i / kRows) & ((1 << a.tokens_log2) - 1);
+  };
   auto unit_of = [&](int i) { return (i / kRows) >> a.tokens_log2; };
   auto store = [&](int i, float v) {
     const int n = (u0 + unit_of(i)) * kRows + row_of(i);
@@ -267,7 +273,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
 
   pdl_launch_dependents();
   // Runs are dealt as if every chunk were a full one.
-  const int per_unit = (min(a.chunk, a.k_tiles + (a.k_rest > 0)) + kTiles - 1) / kTiles;
+  const int per_unit =
+      (min(a.chunk, a.k_tiles + (a.k_rest > 0)) + kTiles - 1) / kTiles;
   const int total = units * per_unit;
   const int begin = warp * (total / kWarps) + min(warp, total % kWarps);
   const int count = total / kWarps + (warp < total % kWarps);
@@ -279,7 +286,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
     int next_tile = first_tile, next_row = (u0 + first_unit) * kRows;
     const uint4* next_w =
         reinterpret_cast<const uint4*>(g.weight) +
-        (int64_t(u0 + first_unit) * kR * (g.K_pad >> 7) + c0 + first_tile) * 32 +
+        (int64_t(u0 + first_unit) * kR * (g.K_pad >> 7) + c0 + first_tile) *
+            32 +
         lane;
     uint32_t next_slot = ring;
     int left = count;
@@ -384,7 +392,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
             for (int i = 0; i < kMT; ++i) {
               if (S::kTable) {
                 const float4 v =
-                    offsets[((kGeneral ? (tile + d) * 4 + j : tile + d) * kMT + i) * 4 +
+                    offsets[((kGeneral ? (tile + d) * 4 + j : tile + d) * kMT +
+                             i) *
+                                4 +
                             (lane & 3)];
                 off[d][i][0] = v.x;
                 off[d][i][1] = v.y;
@@ -400,7 +410,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
                 for (int h = 0; h < kChains; ++h) {
 #pragma unroll
                   for (int c = 0; c < 4; ++c) {
-                    part[d][h][r][i][c] = S::kTable && h == 0 ? off[d][i][c] : 0.0f;
+                    part[d][h][r][i][c] =
+                        S::kTable && h == 0 ? off[d][i][c] : 0.0f;
                   }
                 }
               }

@@ -4,7 +4,8 @@
 
 namespace vllm::ternary {
 
-void mma_gemm_bfloat16(const MmaArgs& args, const MmaConfig& config, bool general) {
+void mma_gemm_bfloat16(const MmaArgs& args, const MmaConfig& config,
+                       bool general) {
   const DeviceInfo& device = device_info(args.g.device);
   if (general) {
     launch_for_tokens<__nv_bfloat16, true>(args, config, device);

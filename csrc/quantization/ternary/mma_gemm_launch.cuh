@@ -77,7 +77,8 @@ void launch(MmaArgs a, const MmaConfig& c, const DeviceInfo& device) {
   if (c.pdl && device.capability >= 90) {
     attributes[config.numAttrs].id =
         cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed =
+        1;
   }
   if (a.split > 1) {
     attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
@@ -92,16 +93,17 @@ template <typename T, bool kGeneral>
 void launch_for_tokens(const MmaArgs& a, const MmaConfig& c,
                        const DeviceInfo& device) {
 #ifdef TERNARY_TUNE
-  #define TERNARY_CASE(n, ...)                                              \
-    if (!kGeneral && c.variant == n) {                                      \
-      return launch<T, MmaShape<__VA_ARGS__>>(a, c, device);                \
+  #define TERNARY_CASE(n, ...)                               \
+    if (!kGeneral && c.variant == n) {                       \
+      return launch<T, MmaShape<__VA_ARGS__>>(a, c, device); \
     }
 #else
   #define TERNARY_CASE(n, ...)
 #endif
   // Token tiles, row tiles, warps, k tiles of a granule, granules in the ring.
   if (a.g.M <= 8) {
-    if (kGeneral) return launch<T, MmaShape<1, 1, 16, 2, 4, kGeneral, 2>>(a, c, device);
+    if (kGeneral)
+      return launch<T, MmaShape<1, 1, 16, 2, 4, kGeneral, 2>>(a, c, device);
     TERNARY_CASE(1, 1, 1, 16, 2, 4, false, 2)
     TERNARY_CASE(2, 1, 1, 12, 2, 4, false, 2)
     return launch<T, MmaShape<1, 2, 8, 2, 4, false, 2>>(a, c, device);
@@ -111,7 +113,8 @@ void launch_for_tokens(const MmaArgs& a, const MmaConfig& c,
     return launch<T, MmaShape<2, 2, 16, 1, 4, kGeneral, 1>>(a, c, device);
   }
   if (a.g.M <= 32) {
-    if (kGeneral) return launch<T, MmaShape<4, 2, 8, 1, 4, kGeneral, 1>>(a, c, device);
+    if (kGeneral)
+      return launch<T, MmaShape<4, 2, 8, 1, 4, kGeneral, 1>>(a, c, device);
     return launch<T, MmaShape<4, 1, 16, 1, 4, false, 1>>(a, c, device);
   }
   launch<T, MmaShape<8, 1, 8, 1, 4, kGeneral, 1>>(a, c, device);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Thin wrappers of the instructions that the decode kernels use, and the decoding
-// of a word of sixteen ternary codes into tensor core operands.
+// Thin wrappers of the instructions that the decode kernels use, and the
+// decoding of a word of sixteen ternary codes into tensor core operands.
 #pragma once
 
 #include "cuda_common.cuh"
@@ -12,7 +12,8 @@ namespace vllm::ternary {
 // 16 bytes from global to shared memory, past L1; done when the group they are
 // committed to is.
 __device__ __forceinline__ void cp_async_16(uint32_t dst, const void* src) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst),
+               "l"(src));
 }
 
 __device__ __forceinline__ void cp_async_commit() {
@@ -96,17 +97,19 @@ __device__ __forceinline__ float load_cluster(uint32_t addr, int rank) {
 template <uint32_t mask, uint32_t bits>
 __device__ __forceinline__ uint32_t and_or(uint32_t v) {
   uint32_t r;
-  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(r) : "r"(v), "n"(mask), "n"(bits));
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;"
+      : "=r"(r)
+      : "r"(v), "n"(mask), "n"(bits));
   return r;
 }
 
 // What differs between the two activation types: the product, and the decoding.
 //
-// A code that sits in the mantissa under a fixed exponent reads as offset + code.
-// decode() leaves kEven + t in rows 0..7 of a fragment and kOdd + t in rows 8..15
-// (registers 0, 2 and 1, 3), exactly; the offsets' products, kEven * sum(x) and
-// kOdd * sum(x), come off again. The offsets are small, so float32 sums lose
-// nothing that matters.
+// A code that sits in the mantissa under a fixed exponent reads as offset +
+// code. decode() leaves kEven + t in rows 0..7 of a fragment and kOdd + t in
+// rows 8..15 (registers 0, 2 and 1, 3), exactly; the offsets' products, kEven *
+// sum(x) and kOdd * sum(x), come off again. The offsets are small, so float32
+// sums lose nothing that matters.
 template <typename T>
 struct Mma;
 
@@ -118,7 +121,8 @@ struct Mma<half> {
   // a[s][i]: register i of k-step s, as ternary_layout_cuda.py orders them.
   static __device__ __forceinline__ void decode(uint32_t w,
                                                 uint32_t (&a)[2][4]) {
-    const uint32_t left8 = w * 256u, left4 = w * 16u;  // on the multiplier's pipe
+    const uint32_t left8 = w * 256u,
+                   left4 = w * 16u;  // on the multiplier's pipe
     const uint32_t right4 = w >> 4, right8 = w >> 8;
     a[0][0] = and_or<0x03000300, 0x44004400>(left8);
     a[0][1] = and_or<0x00C000C0, 0x4C004C00>(left4);

@@ -120,5 +120,17 @@ def random_weight(
     zero = None
     if zero_point:
         zero = torch.randn((size_n, blocks), device=device, generator=generator) / 2
-    encoded = layout_module().encode(pack(ternary), scale, zero, size_k, block_size)
-    return TernaryWeight(ternary, scale, zero, *encoded, size_n, size_k, block_size)
+    weight, device_scale, device_zero = layout_module().encode(
+        pack(ternary), scale, zero, size_k, block_size
+    )
+    return TernaryWeight(
+        ternary,
+        scale,
+        zero,
+        weight,
+        device_scale,
+        device_zero,
+        size_n,
+        size_k,
+        block_size,
+    )

@@ -61,9 +61,11 @@ class Cublas:
             (x.shape[0], self.layer.size_n), device="cuda", dtype=self.dtype
         )
         repeats = 1 if x.shape[0] >= 1024 else 2
-        return [
-            (lambda w=w: torch.mm(x, w.t(), out=out)) for w in self.weights
-        ] * repeats
+
+        def call(weight: torch.Tensor) -> Call:
+            return lambda: torch.mm(x, weight.t(), out=out)
+
+        return [call(weight) for weight in self.weights] * repeats
 
 
 class Dequantized:

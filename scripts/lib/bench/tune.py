@@ -45,7 +45,7 @@ def candidates(size_m: int) -> Iterator[dict[str, Any]]:
     for split in SPLITS:
         for waves in WAVES:
             yield {"kernel": "mma", "split": split, "waves": waves}
-    if size_m > 16:
+    if size_m > 1:
         yield HOPPER
 
 
@@ -77,8 +77,9 @@ def measure(seconds: float) -> dict[str, Any]:
                 for way in candidates(size_m):
                     if time.monotonic() - start > seconds:
                         raise BuildError(f"not done after {seconds} s; raise --seconds")
+                    extra: tuple[int | bool, ...] = ()
                     if way is HOPPER:
-                        op, extra = torch.ops._C.ternary_gemm_sm90, ()
+                        op = torch.ops._C.ternary_gemm_sm90
                     else:
                         op = torch.ops._C.ternary_gemm_tuned
                         groups = max(1, processors * way["waves"] // way["split"])
