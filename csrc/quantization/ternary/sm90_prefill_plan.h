@@ -50,6 +50,12 @@ struct Slots {
   int clusters[4];
 };
 
+// Products of more operations than this run at the card's power limit, where
+// the tile of 256 tokens, which brings twice the bytes of tokens through the L2
+// cache, loses what it gains elsewhere.
+constexpr double kLongProduct = 6e11;
+constexpr float kLongFactor = 1.08f;
+
 constexpr int kSplits[] = {1, 2, 4, 8};
 
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -61,6 +67,8 @@ inline float launch_cost(const Variant& v, int split_log2, int M, int row_tiles,
   const int tiles = ceil_div(row_tiles, rows) * ceil_div(M, v.tokens);
   const int waves = ceil_div(tiles, slots.clusters[split_log2]);
   float wave = ceil_div(k_blocks, split) * rows * v.unit + v.wave;
+  const double operations = 2.0 * 64 * 128 * row_tiles * k_blocks * M;
+  if (v.tokens == 256 && operations > kLongProduct) wave *= kLongFactor;
   if (split > 1) {
     // A tile of 64 rows holds tokens / 4 KiB of partial sums.
     const float sent = rows * v.tokens * 0.25f * (split - 1) / split;
