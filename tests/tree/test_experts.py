@@ -29,6 +29,11 @@ from vllm.model_executor.layers.quantization.utils import ternary_format as fmt
 from vllm.model_executor.layers.quantization.utils.ternary_format import (
     TernaryFormatError,
 )
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
 
 EXPERTS, TOP_K, HIDDEN = 5, 2, 132
 NAME = "model.layers.0.mlp.experts"
@@ -318,3 +323,25 @@ def test_8_bit_activations_need_whole_rows() -> None:
 def test_unquantized_experts_stay_so() -> None:
     layer = make_layer(SchemeTable(not_convert=["experts"]), 64, hidden_dim=128)
     assert type(layer.quant_method).__name__ == "UnquantizedFusedMoEMethod"
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_reload_in_place(tp: int) -> None:
+    """The machinery of vLLM that reloads weights counts exactly what a layer needs."""
+    scheme = Scheme(block_size=32, zero_point=True)
+    old, new = (Experts(70 + i, 90, lambda _: scheme) for i in range(2))
+    x, weights, ids = routing(5, 70)
+    total = torch.zeros(x.shape, dtype=torch.float64)
+    for rank in range(tp):
+        model = torch.nn.Sequential(make_layer(SchemeTable(scheme), 90, tp=(rank, tp)))
+        layer: RoutedExperts = model[0]  # type: ignore[assignment]
+        record_metadata_for_reloading(model)
+        old.load(layer)
+        addresses = {name: p.data_ptr() for name, p in layer.named_parameters()}
+        with tensor_parallel(rank, tp):
+            initialize_layerwise_reload(model)
+            list(layer.load_weights(new.tensors.items()))
+            finalize_layerwise_reload(model, None)
+        assert addresses == {n: p.data_ptr() for n, p in layer.named_parameters()}
+        total += run(layer, x, weights, ids)
+    close(total, new.forward(x, weights, ids))

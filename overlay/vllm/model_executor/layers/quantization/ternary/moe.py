@@ -9,6 +9,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
@@ -410,8 +411,12 @@ def _load_expert(
             return_success,
         )
     cut = layer.ternary_cuts["w2"]
-    part = cut.of_packed if kind == PACKED else cut.of_scale
-    param.data[local].copy_(part(loaded_weight))
+    # A reload counts the elements that are copied, to know when a layer is complete:
+    # the copies inside the cut are none of the parameter's.
+    with _disable_current_modes():
+        slice_inputs = cut.of_packed if kind == PACKED else cut.of_scale
+        part = slice_inputs(loaded_weight)
+    param.data[local].copy_(part)
     return True if return_success else None
 
 
