@@ -24,8 +24,8 @@ from lib.build import Options
 from lib.errors import BuildError
 from lib.project import Project
 
-# vLLM's CMake file refuses older ones for its own CPU kernels.
-MINIMUM_GXX = Version("12.3")
+# vLLM's CMake files refuse older ones for other kernels than the ternary ones.
+MINIMUM_GXX = {"cpu": Version("12.3"), "cuda": Version("13")}
 TARGET = extension.MODULE
 # Variables of vLLM's CMake files for local copies, and the project that stands in.
 STUBS = {
@@ -87,7 +87,9 @@ def _environment(project: Project, options: Options) -> dict[str, str]:
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     if options.device == "cuda":
         nvcc = toolchain.find_nvcc(project.build / "env", offline=options.offline)
-        environment["CUDA_HOME"] = str(nvcc.root)
+        # CMake goes by the first nvcc in PATH, and by CUDA_PATH.
+        environment["CUDA_HOME"] = environment["CUDA_PATH"] = str(nvcc.root)
+        environment["PATH"] = f"{nvcc.path.parent}:{environment['PATH']}"
         environment["TORCH_CUDA_ARCH_LIST"] = ";".join(options.archs)
     return environment
 
@@ -126,9 +128,10 @@ def _build_extension(
     ]
     _stand_in(stubs, environment, options.device)
     if options.device == "cuda":
-        arguments.append(f"-DCMAKE_CUDA_COMPILER={environment['CUDA_HOME']}/bin/nvcc")
-    else:
-        arguments += _accept_compiler(stubs)
+        toolkit = Path(environment["CUDA_HOME"])
+        arguments.append(f"-DCMAKE_CUDA_COMPILER={toolkit / 'bin' / 'nvcc'}")
+        arguments += _stand_in_libraries(stubs, toolkit)
+    arguments += _accept_compiler(stubs, options.device)
     configure = ["cmake", "-S", str(project.tree), "-B", str(folder), "-G", "Ninja"]
     _run([*configure, *arguments], environment, "CMake's configure step")
     jobs = environment["MAX_JOBS"]
@@ -144,22 +147,45 @@ def _stand_in(stubs: Path, environment: dict[str, str], device: str) -> None:
         folder = stubs / variable.lower()
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "CMakeLists.txt").write_text(text)
+        # vLLM's CMake file for FlashMLA reads this one.
+        interface = folder / "flash_mla" / "flash_mla_interface.py"
+        interface.parent.mkdir(exist_ok=True)
+        interface.touch()
         environment.setdefault(variable, str(folder))
 
 
-def _accept_compiler(stubs: Path) -> list[str]:
-    """CMake arguments by which g++ 11 to 12.2 may compile the extension alone."""
+def _stand_in_libraries(stubs: Path, toolkit: Path) -> list[str]:
+    """CMake arguments for the toolkit's libraries that vLLM's CMake file looks for.
+
+    The extension calls nothing in them; a compiler-only toolkit lacks them.
+    """
+    arguments = []
+    for variable, name, soname in (
+        ("CUDA_cuda_driver_LIBRARY", "libcuda.so", "libcuda.so.1"),
+        ("CUDA_nvrtc_LIBRARY", "libnvrtc.so", "libnvrtc.so.13"),
+    ):
+        if not any(toolkit.glob(f"**/{name}")):
+            command = [toolchain.find_cxx().path, "-shared", "-x", "c", "/dev/null"]
+            command += [f"-Wl,-soname,{soname}", "-o", str(stubs / name)]
+            subprocess.run(command, check=True)
+            arguments.append(f"-D{variable}={stubs / name}")
+    return arguments
+
+
+def _accept_compiler(stubs: Path, device: str) -> list[str]:
+    """CMake arguments by which an older g++ may compile the extension alone."""
+    minimum = MINIMUM_GXX[device]
     cxx = toolchain.find_cxx()
     words = [word for word in cxx.version.split() if word[:1].isdigit()]
-    if not words or "g++" not in cxx.version or Version(words[-1]) >= MINIMUM_GXX:
+    if not words or "g++" not in cxx.version or Version(words[-1]) >= minimum:
         return []
     print(
-        f"note: vLLM's CPU kernels need g++ {MINIMUM_GXX}, this is {words[-1]}; it "
+        f"note: vLLM's {device} kernels need g++ {minimum}, this is {words[-1]}; it "
         "serves for the ternary extension only",
         file=sys.stderr,
     )
     file = stubs / "compiler.cmake"
-    file.write_text(f"set(CMAKE_CXX_COMPILER_VERSION {MINIMUM_GXX})\n")
+    file.write_text(f"set(CMAKE_CXX_COMPILER_VERSION {minimum})\n")
     return [f"-DCMAKE_PROJECT_vllm_extensions_INCLUDE={file}"]
 
 
