@@ -345,3 +345,12 @@ def test_reload_in_place(tp: int) -> None:
         assert addresses == {n: p.data_ptr() for n, p in layer.named_parameters()}
         total += run(layer, x, weights, ids)
     close(total, new.forward(x, weights, ids))
+
+
+def test_strict() -> None:
+    """The reserved code is refused by name, also in a part that a rank does not hold."""
+    experts = Experts(80, 64, lambda _: Scheme())
+    experts.tensors["4.down_proj.packed_ternary_weight"][3, -1] = 0xFF
+    layer = make_layer(SchemeTable(strict=True), 64, tp=(0, 2))
+    with pytest.raises(TernaryFormatError, match="4.down_proj.packed_ternary_weight"):
+        experts.load(layer)

@@ -209,6 +209,9 @@ def _load_checked(
     kind, block = param.ternary_name, layer.ternary_scheme.block_size
     name = f"{checkpoint_name(layer, shard_id)}.{kind}"
     rows, size_k = logical_rows(layer, shard_id), layer.input_size
+    if rows is None and loaded_weight.ndim:
+        rows = loaded_weight.shape[0]
+    rows = rows or 1
     if kind == WEIGHT:
         if loaded_weight.dtype != torch.int8 or loaded_weight.shape != (rows, size_k):
             raise TernaryFormatError(

@@ -334,9 +334,8 @@ def _encode_experts(
     that the temporaries stay small."""
     out: list[Any] = [None, None, None]
     for e in range(tensors[0].shape[0]):
-        encoded = encode_layout(
-            *(None if t is None else t[e] for t in tensors), size_k, block
-        )
+        packed, scale, zero_point = (None if t is None else t[e] for t in tensors)
+        encoded = encode_layout(packed, scale, zero_point, size_k, block)
         for i, tensor in enumerate(encoded):
             if tensor is not None:
                 if out[i] is None:
@@ -378,6 +377,9 @@ def _load_expert(
     block = layer.ternary_schemes[projection].block_size
     if kind == PACKED:
         check_packed(loaded_weight, (rows,), size_k, name=tensor)
+        if layer.quant_method.strict:
+            # The whole, because a cut inside a byte reads reserved codes as 0.
+            check_codes(loaded_weight, size_k, strict=True, name=tensor)
     else:
         if block == "row" and loaded_weight.shape == (rows,):
             loaded_weight = loaded_weight.unsqueeze(1)
