@@ -348,7 +348,7 @@ def test_reload_in_place(tp: int) -> None:
 
 
 def test_strict() -> None:
-    """The reserved code is refused by name, also in a part that a rank does not hold."""
+    """The reserved code is refused by name, wherever the rank cuts."""
     experts = Experts(80, 64, lambda _: Scheme())
     experts.tensors["4.down_proj.packed_ternary_weight"][3, -1] = 0xFF
     layer = make_layer(SchemeTable(strict=True), 64, tp=(0, 2))
