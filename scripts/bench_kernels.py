@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""Measure the ternary CUDA kernel beside its peers on the GPU of this machine.
+"""Measure the ternary kernels beside their peers on this machine.
 
 Every layer and number of tokens is timed in one run: the project's kernel, cuBLAS on
 full-precision weights, dequantize + cuBLAS, and Humming where it is installed. Cold
 L2 (weights rotate through more than 300 MB), CUDA graphs, medians. The memory floor
 counts each byte once at the copy bandwidth measured in the same run.
+
+With --device cpu: the W2A16 and W2A8 kernels beside vLLM's own bfloat16 linear, of an
+installed patched CPU wheel; see docs/kernels_cpu.md.
 
 Writes <out>.md and <out>.json, and <out>.png where matplotlib is installed.
 """
@@ -34,15 +37,27 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
+        "--device",
+        choices=["cuda", "cpu"],
+        default="cuda",
+        help="whose kernels (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        help="with --device cpu: threads (default: torch's; 1 measures CPU time)",
+    )
+    parser.add_argument(
         "--out",
         type=Path,
-        default=Path("docs/bench_kernels"),
-        help="where to write, without a suffix (default: %(default)s)",
+        help="where to write, without a suffix (default: docs/bench_kernels, or "
+        "docs/bench_kernels_cpu with --device cpu)",
     )
     parser.add_argument(
         "--tokens",
         type=lambda text: [int(part) for part in text.split(",")],
-        help="numbers of tokens, like 1,8,16 (default: 1 to 4096 in nine steps)",
+        help="numbers of tokens, like 1,8,16 (default: 1 to 4096 in nine steps; on the "
+        "CPU 1,8,64,512)",
     )
     parser.add_argument(
         "--layers", help="only layers whose name contains this text (8B, down, ...)"
@@ -145,8 +160,24 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def main_cpu(arguments: argparse.Namespace) -> int:
+    from lib.bench import cpu
+
+    result = cpu.run(arguments)
+    out = arguments.out or Path("docs/bench_kernels_cpu")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    text = cpu.markdown(result)
+    out.with_suffix(".md").write_text(text)
+    print(json.dumps(result) if arguments.json else text)
+    return 0 if result["rows"] else 1
+
+
 def main() -> int:
     arguments = parse_arguments()
+    if arguments.device == "cpu":
+        return main_cpu(arguments)
+    arguments.out = arguments.out or Path("docs/bench_kernels")
     result = measure(arguments)
     from lib.bench.report import markdown, plot
 

@@ -46,6 +46,7 @@ void configure(int64_t tokens) {
 }
 
 struct BFloat16Path {
+  static constexpr bool kFolded = false;
   static constexpr int64_t kStep = 32;  // k of one tile
   static constexpr int64_t kBytes = 2;  // of one element of x
 
@@ -63,7 +64,45 @@ struct BFloat16Path {
   }
 };
 
+// bfloat16 with the scales of the blocks multiplied into the weights, rounded
+// to bfloat16: one long sum instead of one per block.
+struct FoldedPath : BFloat16Path {
+  static constexpr bool kFolded = true;
+
+  // Scales of 16 rows, each twice, as the two halves of a pair.
+  static __m512i scales(const Problem& p, int64_t k, int64_t unit) {
+    const Weight& w = p.weight;
+    int64_t block = k / p.folded_block;
+    block = block < p.folded_count ? block : p.folded_count - 1;
+    const __m512i one = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(
+        load16(w.scale, w.scale_type, block * w.n_pad + unit * kLaneRows)));
+    return _mm512_or_si512(one, _mm512_slli_epi32(one, 16));
+  }
+
+  static void decode(__m512i word, __m512i scale, char* rows) {
+    // +1 keeps the magnitude of the scale, -1 flips its sign too, 0 keeps none.
+    const int plus = 0x7fff, minus = 0xffff;
+    const auto pair = [](int first, int second) {
+      return (int)((unsigned)first | (unsigned)second << 16);
+    };
+    const __m512i masks = _mm512_setr_epi32(
+        pair(minus, minus), pair(0, minus), pair(plus, minus), 0,
+        pair(minus, 0), 0, pair(plus, 0), 0, pair(minus, plus), pair(0, plus),
+        pair(plus, plus), 0, 0, 0, 0, 0);
+    const __m512i sign = _mm512_set1_epi16((short)0x8000);
+    constexpr int kXorSignElseAnd = 0x68;  // of mask and scale
+    for (int s = 0; s < 8; ++s) {
+      const __m512i mask = _mm512_permutexvar_epi32(word, masks);
+      _mm512_store_si512(
+          rows + 64 * s,
+          _mm512_ternarylogic_epi32(mask, scale, sign, kXorSignElseAnd));
+      word = _mm512_srli_epi32(word, 4);
+    }
+  }
+};
+
 struct Int8Path {
+  static constexpr bool kFolded = false;
   static constexpr int64_t kStep = 64;
   static constexpr int64_t kBytes = 1;
 
@@ -98,19 +137,31 @@ struct Int8Path {
 
 // Decodes U lane groups of [k0, k1) into panel [tile along K][U].
 template <typename Path, int U>
-void decode_panel(const uint32_t* words, int64_t k0, int64_t k1, char* panel) {
+void decode_panel(const Problem& p, int64_t unit, int64_t k0, int64_t k1,
+                  char* panel) {
   constexpr int64_t kPart = kTileBytes * kWordCodes / Path::kStep;
-  const uint32_t* group = words + k0 / kWordCodes * kTileRows;
+  const uint32_t* group =
+      p.weight.unit_words(unit) + k0 / kWordCodes * kTileRows;
   for (int64_t k = k0; k < k1; k += Path::kStep, panel += U * kTileBytes) {
+    __m512i scale[U];
+    if constexpr (Path::kFolded) {
+      for (int u = 0; u < U; ++u) {
+        scale[u] = Path::scales(p, k, unit + u);
+      }
+    }
     for (int64_t part = 0; part < kTileBytes; part += kPart) {
       for (int u = 0; u < U; ++u) {
         const uint32_t* word = group + u * kLaneRows;
+        char* rows = panel + u * kTileBytes + part;
         _mm_prefetch((const char*)(word + kPrefetch), _MM_HINT_T0);
         for (int64_t at = 0; at < kPart; at += 64) {
-          __builtin_prefetch(panel + kPanelAhead + u * kTileBytes + part + at,
-                             1);
+          __builtin_prefetch(rows + kPanelAhead + at, 1);
         }
-        Path::decode(_mm512_loadu_si512(word), panel + u * kTileBytes + part);
+        if constexpr (Path::kFolded) {
+          Path::decode(_mm512_loadu_si512(word), scale[u], rows);
+        } else {
+          Path::decode(_mm512_loadu_si512(word), rows);
+        }
       }
       group += kTileRows;
     }
@@ -187,19 +238,24 @@ void apply_block(const Problem& p, int64_t block, int64_t unit, int64_t m,
   const bool last = block + 1 == w.nblocks;
   __m512 scale[U], zero[U], bias[U];
   __mmask16 mask[U];
+  bool whole = true;
   for (int u = 0; u < U; ++u) {
     const int64_t n = (unit + u) * kLaneRows;
-    scale[u] = load16(w.scale, w.scale_type, block * w.n_pad + n);
+    scale[u] = Path::kFolded
+                   ? _mm512_set1_ps(1.0f)
+                   : load16(w.scale, w.scale_type, block * w.n_pad + n);
     zero[u] = bias[u] = _mm512_setzero_ps();
     if (w.zero_point != nullptr) {
       zero[u] = load16(w.zero_point, w.zero_point_type, block * w.n_pad + n);
     }
     mask[u] = row_mask(p, unit + u);
+    whole = whole && mask[u] == 0xffff;
     if (last && p.bias != nullptr) {
       bias[u] = load16_masked(p.bias, p.bias_type, n, mask[u]);
     }
   }
   for (int64_t t = 0; t < count; ++t) {
+    __m512 value[U];
     for (int u = 0; u < U; ++u) {
       __m512 sum =
           Path::sum(p, block, m + t, sums + u * T * kTileBytes + t * 64);
@@ -208,17 +264,31 @@ void apply_block(const Problem& p, int64_t block, int64_t unit, int64_t m,
             zero[u], _mm512_set1_ps(p.x_sum[block * p.size_m + m + t]), sum);
       }
       float* total = totals + (u * T * kTokens + t) * 16;
-      const __m512 value =
-          first ? _mm512_mul_ps(scale[u], sum)
-                : _mm512_fmadd_ps(scale[u], sum, _mm512_load_ps(total));
+      value[u] = first ? _mm512_mul_ps(scale[u], sum)
+                       : _mm512_fmadd_ps(scale[u], sum, _mm512_load_ps(total));
       if (!last) {
-        _mm512_store_ps(total, value);
-        continue;
+        _mm512_store_ps(total, value[u]);
       }
-      const __m512 factor =
-          _mm512_set1_ps(p.x_scale != nullptr ? p.x_scale[m + t] : 1.0f);
-      store16_masked(p.y, p.y_type, (m + t) * w.size_n + (unit + u) * kLaneRows,
-                     _mm512_fmadd_ps(value, factor, bias[u]), mask[u]);
+    }
+    if (!last) {
+      continue;
+    }
+    const __m512 factor =
+        _mm512_set1_ps(p.x_scale != nullptr ? p.x_scale[m + t] : 1.0f);
+    const int64_t at = (m + t) * w.size_n + unit * kLaneRows;
+    for (int u = 0; u < U; ++u) {
+      value[u] = _mm512_fmadd_ps(value[u], factor, bias[u]);
+    }
+    if (U > 1 && whole && p.y_type == Type::kBFloat16) {
+      for (int u = 0; u + 1 < U; u += 2) {
+        _mm512_storeu_si512(
+            (uint16_t*)p.y + at + u * kLaneRows,
+            (__m512i)_mm512_cvtne2ps_pbh(value[u + 1], value[u]));
+      }
+    } else {
+      for (int u = 0; u < U; ++u) {
+        store16_masked(p.y, p.y_type, at + u * kLaneRows, value[u], mask[u]);
+      }
     }
   }
 }
@@ -258,38 +328,42 @@ int64_t run_tokens(const Problem& p, int64_t unit, int64_t m, int64_t count,
   return block;
 }
 
-// U lane groups, tokens [m_begin, m_end).
-template <typename Path, int U>
+// P times U lane groups, tokens [m_begin, m_end).
+template <typename Path, int P, int U>
 void run_units(const Problem& p, int64_t unit, int64_t panel_tiles, char* panel,
                char* carried) {
   const Weight& w = p.weight;
   const int64_t chunk = panel_tiles * Path::kStep;
+  const int64_t panel_bytes = panel_tiles * U * kTileBytes;
   const bool carry = chunk < w.k_pad;
   constexpr int kT = U <= 2 ? 2 : 1;  // tiles of tokens that go together
-  constexpr int64_t kStride = 2 * kT * U * kTileBytes;
+  constexpr int64_t kSums = kT * U * kTileBytes;
   int64_t block = 0;
   for (int64_t k0 = 0; k0 < w.k_pad; k0 += chunk) {
     const int64_t k1 = w.k_pad - k0 < chunk ? w.k_pad : k0 + chunk;
-    decode_panel<Path, U>(w.unit_words(unit), k0, k1, panel);
+    for (int i = 0; i < P; ++i) {
+      decode_panel<Path, U>(p, unit + i * U, k0, k1, panel + i * panel_bytes);
+    }
     int64_t next = block;
-    int64_t m = p.m_begin;
     char* sums = carried;
-    while (m < p.m_end) {
+    for (int64_t m = p.m_begin; m < p.m_end; m += kT * kTokens) {
       const int64_t left = p.m_end - m;
-      float* totals = (float*)(sums + kStride / 2);
-      if (U <= 2 && left > kTokens) {
-        next = run_tokens<Path, kT, U>(p, unit, m,
-                                       left < 2 * kTokens ? left : 2 * kTokens,
-                                       k0, k1, block, panel, sums, totals);
-        m += 2 * kTokens;
-      } else {
-        next =
-            run_tokens<Path, 1, U>(p, unit, m, left < kTokens ? left : kTokens,
-                                   k0, k1, block, panel, sums, totals);
-        m += kTokens;
+      for (int i = 0; i < P; ++i) {
+        char* mine = sums + 2 * i * kSums;
+        float* totals = (float*)(mine + kSums);
+        const char* part = panel + i * panel_bytes;
+        if (kT > 1 && left > kTokens) {
+          const int64_t count = left < kT * kTokens ? left : kT * kTokens;
+          next = run_tokens<Path, kT, U>(p, unit + i * U, m, count, k0, k1,
+                                         block, part, mine, totals);
+        } else {
+          const int64_t count = left < kTokens ? left : kTokens;
+          next = run_tokens<Path, 1, U>(p, unit + i * U, m, count, k0, k1,
+                                        block, part, mine, totals);
+        }
       }
       if (carry) {
-        sums += kStride;
+        sums += 2 * P * kSums;
       }
     }
     block = next;
@@ -304,20 +378,22 @@ void run(const Problem& p, int64_t unit, int64_t unit_end) {
   const int64_t most = few ? kShortPanel : kLongPanel;
   const int64_t panel_tiles = k_tiles < most ? k_tiles : most;
   const int64_t panel_bytes = 4 * panel_tiles * kTileBytes;
-  char* panel = thread_scratch(panel_bytes +
-                               (tokens + kTokens) / kTokens * 8 * kTileBytes);
+  // Sums and totals of four lane groups for every two tiles of tokens.
+  const int64_t pairs = (tokens + 2 * kTokens - 1) / (2 * kTokens);
+  char* panel = thread_scratch(panel_bytes + pairs * 16 * kTileBytes);
   char* carried = panel + panel_bytes;
   configure(p.size_m < kTokens ? p.size_m : kTokens);
   while (unit < unit_end) {
     const int64_t units = units_together(unit, unit_end);
-    if (few && units == 4) {
-      run_units<Path, 4>(p, unit, panel_tiles, panel, carried);
+    if (units == 4) {
+      few ? run_units<Path, 1, 4>(p, unit, panel_tiles, panel, carried)
+          : run_units<Path, 2, 2>(p, unit, panel_tiles, panel, carried);
       unit += 4;
     } else if (units >= 2) {
-      run_units<Path, 2>(p, unit, panel_tiles, panel, carried);
+      run_units<Path, 1, 2>(p, unit, panel_tiles, panel, carried);
       unit += 2;
     } else {
-      run_units<Path, 1>(p, unit, panel_tiles, panel, carried);
+      run_units<Path, 1, 1>(p, unit, panel_tiles, panel, carried);
       unit += 1;
     }
   }
@@ -327,7 +403,17 @@ void run(const Problem& p, int64_t unit, int64_t unit_end) {
 }  // namespace
 
 void gemm_bf16_amx(const Problem& p, int64_t unit, int64_t unit_end) {
-  run<BFloat16Path>(p, unit, unit_end);
+  const Weight& w = p.weight;
+  if (p.m_end - p.m_begin <= kFewTokens || p.planes > 1 || w.nblocks == 1 ||
+      w.zero_point != nullptr) {
+    run<BFloat16Path>(p, unit, unit_end);
+    return;
+  }
+  Problem folded = p;
+  folded.folded_block = w.block_pad;
+  folded.folded_count = w.nblocks;
+  folded.weight.nblocks = 1;
+  run<FoldedPath>(folded, unit, unit_end);
 }
 
 void gemm_int8_amx(const Problem& p, int64_t unit, int64_t unit_end) {

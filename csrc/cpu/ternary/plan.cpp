@@ -16,11 +16,15 @@ constexpr int64_t kTableTokens = 3;
 constexpr int64_t kAmxTokensW2A16 = 2;
 constexpr int64_t kAmxTokensW2A8 = 4;
 
-// Tokens whose x stays in half of a 2 MiB L2 next to the panel of weights.
-int64_t tile_chunk(const Weight& w, int64_t token_bytes) {
-  constexpr int64_t kBytes = 768 * 1024, kStep = 32;
-  const int64_t fit = kBytes / (w.k_pad * token_bytes) / kStep * kStep;
-  return std::clamp<int64_t>(fit, 64, 512);
+// Tokens at a time, in equal chunks, so that their x stays in half of a 2 MiB
+// L2 next to the panel of weights.
+int64_t tile_chunk(const Weight& w, int64_t token_bytes, int64_t size_m) {
+  constexpr int64_t kBytes = 1024 * 1024, kStep = 32;
+  const int64_t fit =
+      std::max<int64_t>(64, kBytes / (w.k_pad * token_bytes) / kStep * kStep);
+  const int64_t chunks = (size_m + fit - 1) / fit;
+  const int64_t even = (size_m + chunks - 1) / chunks;
+  return (even + kStep - 1) / kStep * kStep;
 }
 
 bool whole_blocks(const Weight& w, int64_t step) {
@@ -37,9 +41,12 @@ Plan plan_w2a16(Isa isa, Type x_type, int64_t size_m, const Weight& w) {
     const int64_t planes = x_type == Type::kBFloat16 ? 1
                            : x_type == Type::kHalf   ? 2
                                                      : 3;
-    return {
-        gemm_bf16_amx,     Form::kTiles, 2, planes, tile_chunk(w, 2 * planes),
-        &kActivationAvx512};
+    return {gemm_bf16_amx,
+            Form::kTiles,
+            2,
+            planes,
+            tile_chunk(w, 2 * planes, size_m),
+            &kActivationAvx512};
   }
   if (isa >= Isa::kAvx512Vnni) {
     if (size_m <= kTableTokens) {
@@ -60,8 +67,8 @@ Plan plan_w2a16(Isa isa, Type x_type, int64_t size_m, const Weight& w) {
 Plan plan_w2a8(Isa isa, int64_t size_m, const Weight& w) {
 #if defined(__x86_64__)
   if (isa >= Isa::kAmx && size_m >= kAmxTokensW2A8 && whole_blocks(w, 64)) {
-    return {gemm_int8_amx,    Form::kTiles,      1, 1,
-            tile_chunk(w, 1), &kActivationAvx512};
+    return {gemm_int8_amx,     Form::kTiles, 1, 1, tile_chunk(w, 1, size_m),
+            &kActivationAvx512};
   }
   if (isa >= Isa::kAvx512Vnni) {
     return {gemm_int8_avx512, Form::kRows, 1, 1, size_m, &kActivationAvx512};

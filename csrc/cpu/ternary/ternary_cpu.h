@@ -49,6 +49,8 @@ struct Problem {
   int64_t size_m = 0;
   const void* x = nullptr;
   int64_t planes = 1, x_plane = 0;  // AMX only: x is a sum, bytes apart
+  // AMX only: block_pad and nblocks of scales that are part of the weights.
+  int64_t folded_block = 0, folded_count = 0;
   const float* x_sum = nullptr;     // [nblocks][size_m], with a zero point only
   const int32_t* xq_sum = nullptr;  // [nblocks][size_m], W2A8 only
   const float* x_scale = nullptr;   // [size_m]: y = x_scale * sum, W2A8 only

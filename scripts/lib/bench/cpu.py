@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The CPU kernels beside vLLM's own bfloat16 linear, in one run.
+"""The CPU kernels beside vLLM's bfloat16 linear and ggml's TQ2_0, in one run.
 
 The weights rotate through more memory than an L2 holds, as the layers of a model do.
 The peers take turns call by call, so that whatever else the machine does meets all of
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from lib.bench import ops
+from lib.bench import ggml, ops
 from lib.bench.layers import Layer
 from lib.cli import progress
 
@@ -50,6 +50,7 @@ LABELS = {
     "ours_w2a8": "W2A8, row scale",
     "ours_w2a8_block": "W2A8, block 128",
     "vllm_bf16": "vLLM bf16",
+    "ggml_tq2_0": "ggml TQ2_0",
 }
 
 
@@ -76,14 +77,23 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     with progress(total=len(layers) * len(tokens), unit=" sizes") as bar:
         for layer in layers:
             peers = _make_peers(layer, dtype)
+            ggml_layer = _make_ggml(layer, threads)
             for size_m in tokens:
                 if time.monotonic() - start < arguments.seconds:
                     x = torch.randn(size_m, layer.size_k).to(dtype)
                     row = {"layer": layer.name, "N": layer.size_n, "K": layer.size_k}
                     row |= {"M": size_m, "dtype": arguments.dtype}
-                    rows.append(row | _time(peers, x, threads))
+                    made: dict[str, list[Callable[[], Any]]] = {
+                        name: [partial(call, x) for call in calls]
+                        for name, calls in peers.items()
+                    }
+                    if ggml_layer:
+                        made["ggml_tq2_0"] = ggml_layer.calls(x)
+                    rows.append(row | _time(made, size_m, threads))
                 bar.update()
             del peers
+            if ggml_layer:
+                ggml_layer.close()
     return {
         "device": "cpu",
         "processor": _processor(),
@@ -114,31 +124,29 @@ def markdown(result: dict[str, Any]) -> str:
         cells = [f"{row[f'{p}_fastest_us']:.0f} ({row[f'{p}_us']:.0f})" for p in peers]
         sizes = f"| {row['layer']} | {row['N']} | {row['K']} | {row['M']} | "
         lines.append(sizes + " | ".join(cells) + " |")
-    lines += [
-        "",
-        "vLLM bf16 / ours, geometric mean over the layers, of the fastest:",
-        "",
-    ]
-    ours = [peer for peer in peers if peer != "vllm_bf16"]
-    lines.append("| M | " + " | ".join(LABELS[p] for p in ours) + " | targets |")
-    lines.append("|---" * (len(ours) + 2) + "|")
-    for size_m in sorted({row["M"] for row in result["rows"]}):
-        means = [f"{ratio(result, peer, size_m):.2f}" for peer in ours]
-        wanted = [
-            f"{kind.upper()} {by_m[size_m]}"
-            for kind, by_m in TARGETS.items()
-            if size_m in by_m
-        ]
-        lines.append(f"| {size_m} | " + " | ".join(means) + f" | {', '.join(wanted)} |")
+    ours = [peer for peer in peers if peer.startswith("ours")]
+    for other in [peer for peer in peers if peer not in ours]:
+        title = f"{LABELS[other]} / ours, of the fastest, geometric mean over layers"
+        lines += ["", f"{title}:", ""]
+        lines.append("| M | " + " | ".join(LABELS[p] for p in ours) + " | targets |")
+        lines.append("|---" * (len(ours) + 2) + "|")
+        for size_m in sorted({row["M"] for row in result["rows"]}):
+            means = [f"{ratio(result, other, peer, size_m):.2f}" for peer in ours]
+            wanted = [
+                f"{kind.upper()} {by_m[size_m]}"
+                for kind, by_m in TARGETS.items()
+                if size_m in by_m and other == "vllm_bf16"
+            ]
+            lines.append(f"| {size_m} | {' | '.join([*means, ', '.join(wanted)])} |")
     return "\n".join(lines) + "\n"
 
 
-def ratio(result: dict[str, Any], peer: str, size_m: int) -> float:
-    """How many times faster than vLLM's bf16, geometric mean over the layers."""
+def ratio(result: dict[str, Any], other: str, ours: str, size_m: int) -> float:
+    """How many times faster `ours` is than `other`, geometric mean over layers."""
     logs = [
-        math.log(row["vllm_bf16_fastest_us"] / row[f"{peer}_fastest_us"])
+        math.log(row[f"{other}_fastest_us"] / row[f"{ours}_fastest_us"])
         for row in result["rows"]
-        if row["M"] == size_m and "vllm_bf16_us" in row
+        if row["M"] == size_m and f"{other}_us" in row
     ]
     return math.exp(statistics.fmean(logs)) if logs else math.nan
 
@@ -163,14 +171,17 @@ def _make_peers(layer: Layer, dtype: torch.dtype) -> dict[str, list[Call]]:
     sizes = (size_n, size_k)
     peers: dict[str, list[Call]] = {}
     copies = _copies(size_n * size_k // 4)
-    for block_size, names in ((128, "w2a16 w2a8_block"), (size_k, "w2a8")):
+    kinds: tuple[tuple[str, Any, int], ...] = (
+        ("ours_w2a16", _w2a16, 128),
+        ("ours_w2a8", _w2a8, size_k),
+        ("ours_w2a8_block", _w2a8, 128),
+    )
+    for name, call, block_size in kinds:
         weights = [_random_layer(size_n, size_k, block_size) for _ in range(copies)]
-        for name in names.split():
-            call = _w2a16 if name == "w2a16" else _w2a8
-            peers[f"ours_{name}"] = [
-                partial(call, weight, scale, (*sizes, block_size))
-                for weight, scale in weights
-            ]
+        peers[name] = [
+            partial(call, weight, scale, (*sizes, block_size))
+            for weight, scale in weights
+        ]
     if hasattr(torch.ops._C, "create_onednn_mm_handler"):
         from vllm import _custom_ops
 
@@ -219,20 +230,29 @@ def _random_layer(size_n: int, size_k: int, block_size: int) -> tuple:
     return _layout().encode(packed, scale, None, size_k, block_size)[:2]
 
 
+def _make_ggml(layer: Layer, threads: int) -> ggml.Tq2 | None:
+    folder = ggml.find_libraries()
+    if folder is None:
+        return None
+    size_n, size_k = layer.size_n, layer.size_k
+    copies = _copies(size_n * size_k // 4)
+    return ggml.Tq2(folder, size_n, size_k, copies, threads)
+
+
 def _time(
-    peers: dict[str, list[Call]], x: torch.Tensor, threads: int
+    peers: dict[str, list[Callable[[], Any]]], size_m: int, threads: int
 ) -> dict[str, float]:
     clock = time.thread_time if threads == 1 else time.perf_counter
     for calls in peers.values():
-        calls[0](x)
+        calls[0]()
     taken: dict[str, list[float]] = {name: [] for name in peers}
-    deadline = time.monotonic() + (4 if x.shape[0] >= 64 else 2)
+    deadline = time.monotonic() + (4 if size_m >= 64 else 2)
     turn = 0
-    while turn < 12 or (turn < 300 and time.monotonic() < deadline):
+    while turn < 8 or (turn < 300 and time.monotonic() < deadline):
         for name, calls in peers.items():
             call = calls[turn % len(calls)]
             begin = clock()
-            call(x)
+            call()
             taken[name].append((clock() - begin) * 1e6)
         turn += 1
     found = {f"{name}_us": statistics.median(times) for name, times in taken.items()}
