@@ -56,8 +56,9 @@ struct MmaShape {
   static constexpr int kScaleBytes = kGeneral ? 64 : 32;  // of 16 rows, at most
   static constexpr int kWordBytes = kTiles * kR * 512;
   static constexpr int kGranuleBytes = kWordBytes + kScales * kR * kScaleBytes;
-  // With many tokens the offsets' products are worth a table, computed once.
-  static constexpr bool kTable = kMT >= 4 || kGeneral;
+  // The sums of x that take the codes' offset off again: added up while x is
+  // staged (few tokens), or by the tensor cores afterwards.
+  static constexpr bool kSumInStaging = kMT == 1;
 };
 
 // Where things lie in shared memory, in bytes from its start.
@@ -73,8 +74,7 @@ __host__ __device__ __forceinline__ MmaShared mma_shared(const MmaArgs& a,
   s.slots = s.ring + S::kWarps * S::kStages * S::kGranuleBytes;
   s.runs = s.slots + S::kWarps * a.segments * tokens * S::kR * kSlotStride * 4;
   s.offsets = s.runs + a.units * 8 + (a.units & 1) * 8;
-  s.sums = s.offsets +
-           (S::kTable ? a.chunk * (S::kGeneral ? 4 : 1) * S::kMT * 64 : 0);
+  s.sums = s.offsets + a.chunk * (S::kGeneral ? 4 : 1) * S::kMT * 64;
   const bool sums = a.split > 1 || a.chunk < a.k_tiles + (a.k_rest > 0);
   s.total = s.sums + (sums ? (a.units * S::kRows * 4) << a.tokens_log2 : 0);
   return s;
@@ -143,19 +143,36 @@ __device__ __forceinline__ float granule_scale(uint32_t scales, int q, int r,
       __ushort_as_half(uint16_t(load_shared_u16(at + row * 2))));
 }
 
+// The sum of eight values of x.
+template <typename T>
+__device__ __forceinline__ float sum_of_eight(const uint4& v) {
+  using T2 =
+      std::conditional_t<std::is_same_v<T, half>, __half2, __nv_bfloat162>;
+  const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const T2 pair = reinterpret_cast<const T2&>(words[i]);
+    sum += to_float(pair.x) + to_float(pair.y);
+  }
+  return sum;
+}
+
 // Copies columns [first, first + 128 * tiles) of `tokens` rows of x into shared
-// memory, zero past K. Several loads of a thread are under way at once.
-template <typename T, int kThreads>
-__device__ __forceinline__ void stage_x(uint8_t* xs, const GemmArgs& g,
-                                        int first_token, int tokens, int first,
-                                        int tiles) {
+// memory, zero past K, and where S asks for it fills the table of offsets (see
+// fill_offsets). Several loads of a thread are under way at once.
+template <typename T, typename S>
+__device__ __forceinline__ void stage_x(uint8_t* xs, float* offsets,
+                                        const GemmArgs& g, int first_token,
+                                        int tokens, int first, int tiles) {
   constexpr int kBatch = 8;
-  const int pieces = tiles * 16;  // of 8 values
+  const int pieces = tiles * 16;  // of 8 values: half a warp has a k tile
   const int pitch = tiles * 256 + 16;
   const int m0 = threadIdx.x / unsigned(pieces);
-  const int m_step = max(kThreads / pieces, 1);
+  const int m_step = max(S::kThreads / pieces, 1);
+  const uint32_t half_warp = 0xFFFFu << (threadIdx.x & 16);
   if (m0 >= m_step) return;  // the odd threads out
-  for (int p = threadIdx.x - m0 * pieces; p < pieces; p += kThreads) {
+  for (int p = threadIdx.x - m0 * pieces; p < pieces; p += S::kThreads) {
     const int k = first + p * 8;
     const T* from =
         static_cast<const T*>(g.x) + int64_t(first_token) * g.ldx + k;
@@ -183,8 +200,20 @@ __device__ __forceinline__ void stage_x(uint8_t* xs, const GemmArgs& g,
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const int row = m + i * m_step;
-        if (row < tokens) {
-          *reinterpret_cast<uint4*>(xs + row * pitch + p * 16) = v[i];
+        if (row >= tokens) break;  // alike in all threads of a half warp
+        *reinterpret_cast<uint4*>(xs + row * pitch + p * 16) = v[i];
+        if (S::kSumInStaging) {
+          constexpr int kShare = S::kGeneral ? 4 : 16;  // pieces under one sum
+          float sum = sum_of_eight<T>(v[i]);
+#pragma unroll
+          for (int d = 1; d < kShare; d *= 2) {
+            sum += __shfl_xor_sync(half_warp, sum, d);
+          }
+          if (p % kShare == 0) {
+            float* to = offsets + (p / kShare * 4 + row / 2) * 4 + (row & 1);
+            to[0] = -Mma<T>::kEvenValue * sum;
+            to[2] = -Mma<T>::kOddValue * sum;
+          }
         }
       }
     }
@@ -200,6 +229,7 @@ __device__ __forceinline__ void fill_offsets(float4* offsets, uint32_t xs,
                                              int lane) {
   constexpr uint32_t even = Mma<T>::kEven, odd = Mma<T>::kOdd;
   const uint32_t a[4] = {even, odd, even, odd};
+#pragma unroll 2
   for (int t = warp; t < tiles * S::kMT; t += S::kWarps) {
     const int kt = t / S::kMT, i = t % S::kMT;
     const int m = min(i * 8 + (lane & 7), tokens - 1);
@@ -316,9 +346,10 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
     } else {
       __syncthreads();  // the last chunk has been read and added up
     }
-    stage_x<T, S::kThreads>(smem, g, first_token, tokens, c0 * 128, tiles);
+    stage_x<T, S>(smem, reinterpret_cast<float*>(offsets), g, first_token,
+                  tokens, c0 * 128, tiles);
     __syncthreads();
-    if (S::kTable) {
+    if (!S::kSumInStaging) {
       fill_offsets<T, S>(offsets, xs, tiles, tokens, warp, lane);
       __syncthreads();
     }
@@ -369,7 +400,6 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
       constexpr int kN = decltype(n)::value;
       constexpr int kChains = kMT == 1 && kN == 1 ? 2 : 1;
       float part[kN][kChains][kR][kMT][4];
-      float off[kN][kMT][4];
       uint4 words[kN][kR];
 #pragma unroll
       for (int d = 0; d < kN; ++d) {
@@ -387,44 +417,23 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
           for (int i = 0; i < kMT; ++i) {
             ldmatrix_x4(b[i], x_row[i] + (tile + d) * 256 + j * 64);
           }
+          const int entry = kGeneral ? (tile + d) * 4 + j : tile + d;
           if (kGeneral || j == 0) {
 #pragma unroll
             for (int i = 0; i < kMT; ++i) {
-              if (S::kTable) {
-                const float4 v =
-                    offsets[((kGeneral ? (tile + d) * 4 + j : tile + d) * kMT +
-                             i) *
-                                4 +
-                            (lane & 3)];
-                off[d][i][0] = v.x;
-                off[d][i][1] = v.y;
-                off[d][i][2] = v.z;
-                off[d][i][3] = v.w;
-              } else {
-#pragma unroll
-                for (int c = 0; c < 4; ++c) off[d][i][c] = 0.0f;
-              }
+              const float4 v = offsets[(entry * kMT + i) * 4 + (lane & 3)];
 #pragma unroll
               for (int r = 0; r < kR; ++r) {
+                part[d][0][r][i][0] = v.x;
+                part[d][0][r][i][1] = v.y;
+                part[d][0][r][i][2] = v.z;
+                part[d][0][r][i][3] = v.w;
+                if (kChains == 2) {
 #pragma unroll
-                for (int h = 0; h < kChains; ++h) {
-#pragma unroll
-                  for (int c = 0; c < 4; ++c) {
-                    part[d][h][r][i][c] =
-                        S::kTable && h == 0 ? off[d][i][c] : 0.0f;
-                  }
+                  for (int c = 0; c < 4; ++c)
+                    part[d][kChains - 1][r][i][c] = 0.0f;
                 }
               }
-            }
-          }
-          if (!S::kTable) {
-            constexpr uint32_t even = Mma<T>::kEven | 0x80008000u;
-            constexpr uint32_t odd = Mma<T>::kOdd | 0x80008000u;
-            const uint32_t minus[4] = {even, odd, even, odd};
-#pragma unroll
-            for (int i = 0; i < kMT; ++i) {
-              Mma<T>::mma(off[d][i], minus, b[i][0], b[i][1]);
-              Mma<T>::mma(off[d][i], minus, b[i][2], b[i][3]);
             }
           }
 #pragma unroll
@@ -466,9 +475,12 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
                 for (int c = 0; c < 2; ++c) {
                   float v = part[d][0][r][i][h * 2 + c];
                   if (kChains == 2) v += part[d][kChains - 1][r][i][h * 2 + c];
-                  if (!S::kTable) v += off[d][i][h * 2 + c];
-                  // -kEven * sum(x) is at hand: add zp / kEven of it.
-                  if (kGeneral && g.zero_point) v = fmaf(zp, off[d][i][c], v);
+                  if (kGeneral && g.zero_point) {
+                    // -kEven * sum(x) is at hand: add zp / kEven of it.
+                    const float4& sum =
+                        offsets[(entry * kMT + i) * 4 + (lane & 3)];
+                    v = fmaf(zp, c ? sum.y : sum.x, v);
+                  }
                   acc[r][i][h * 2 + c] = fmaf(s, v, acc[r][i][h * 2 + c]);
                 }
               }

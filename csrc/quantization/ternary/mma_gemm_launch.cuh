@@ -102,22 +102,25 @@ void launch_for_tokens(const MmaArgs& a, const MmaConfig& c,
 #endif
   // Token tiles, row tiles, warps, k tiles of a granule, granules in the ring.
   if (a.g.M <= 8) {
-    if (kGeneral)
-      return launch<T, MmaShape<1, 1, 16, 2, 4, kGeneral, 2>>(a, c, device);
-    TERNARY_CASE(1, 1, 1, 16, 2, 4, false, 2)
-    TERNARY_CASE(2, 1, 1, 12, 2, 4, false, 2)
-    return launch<T, MmaShape<1, 2, 8, 2, 4, false, 2>>(a, c, device);
-  }
-  if (a.g.M <= 16) {
+    if constexpr (kGeneral) {
+      launch<T, MmaShape<1, 1, 16, 2, 4, true, 2>>(a, c, device);
+    } else {
+      TERNARY_CASE(1, 1, 1, 16, 2, 4, false, 2)
+      TERNARY_CASE(2, 1, 1, 12, 2, 4, false, 2)
+      launch<T, MmaShape<1, 2, 8, 2, 4, false, 2>>(a, c, device);
+    }
+  } else if (a.g.M <= 16) {
     TERNARY_CASE(1, 2, 1, 16, 2, 4, false, 1)
-    return launch<T, MmaShape<2, 2, 16, 1, 4, kGeneral, 1>>(a, c, device);
+    launch<T, MmaShape<2, 2, 16, 1, 4, kGeneral, 1>>(a, c, device);
+  } else if (a.g.M <= 32) {
+    if constexpr (kGeneral) {
+      launch<T, MmaShape<4, 2, 8, 1, 4, true, 1>>(a, c, device);
+    } else {
+      launch<T, MmaShape<4, 1, 16, 1, 4, false, 1>>(a, c, device);
+    }
+  } else {
+    launch<T, MmaShape<8, 1, 8, 1, 4, kGeneral, 1>>(a, c, device);
   }
-  if (a.g.M <= 32) {
-    if (kGeneral)
-      return launch<T, MmaShape<4, 2, 8, 1, 4, kGeneral, 1>>(a, c, device);
-    return launch<T, MmaShape<4, 1, 16, 1, 4, false, 1>>(a, c, device);
-  }
-  launch<T, MmaShape<8, 1, 8, 1, 4, kGeneral, 1>>(a, c, device);
 }
 
 }  // namespace vllm::ternary

@@ -116,7 +116,7 @@ struct Mma;
 template <>
 struct Mma<half> {
   static constexpr uint32_t kEven = 0x45004500u, kOdd = 0x4C404C40u;  // 5, 17
-  static constexpr float kEvenValue = 5.0f;
+  static constexpr float kEvenValue = 5.0f, kOddValue = 17.0f;
 
   // a[s][i]: register i of k-step s, as ternary_layout_cuda.py orders them.
   static __device__ __forceinline__ void decode(uint32_t w,
@@ -150,7 +150,7 @@ struct Mma<half> {
 template <>
 struct Mma<__nv_bfloat16> {
   static constexpr uint32_t kEven = 0x41104110u, kOdd = 0x40404040u;  // 9, 3
-  static constexpr float kEvenValue = 9.0f;
+  static constexpr float kEvenValue = 9.0f, kOddValue = 3.0f;
 
   static __device__ __forceinline__ void decode(uint32_t w,
                                                 uint32_t (&a)[2][4]) {
