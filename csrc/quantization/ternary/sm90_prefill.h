@@ -14,20 +14,25 @@ namespace vllm::ternary {
 enum class DType : int { kHalf = 0, kBFloat16 = 1, kFloat = 2 };
 
 // y[M, N] = x[M, K] @ W[N, K]^T (+ bias[N]),
-// W[n, k] = scale[k / block_size, n] * (t[n, k] - zero_point[k / block_size, n])
+// W[n, k] = scale[k / block_size, n] * (t[n, k] - zero_point[k / block_size,
+// n])
 //
-// What the caller guarantees (it copies or pads x where the user's does not fit):
-//   x       row m begins at x + m * ldx elements, inner stride 1; the pointer is
+// What the caller guarantees (it copies or pads x where the user's does not
+// fit):
+//   x       row m begins at x + m * ldx elements, inner stride 1; the pointer
+//   is
 //           16-byte aligned and ldx a multiple of 8. Only columns 0..K-1 may be
 //           read (K may be ragged).
 //   weight  int32 [N_pad/16, K_pad/128, 32, 4], the fragment layout of
-//           ternary_layout_cuda.py, 16-byte aligned; padding holds code 1 (zero).
+//           ternary_layout_cuda.py, 16-byte aligned; padding holds code 1
+//           (zero).
 //   scale   [num_blocks, N_pad] in scale_dtype, padded with 0.
 //   zero_point  float32 [num_blocks, N_pad], or nullptr.
 //   bias    [N] in dtype, or nullptr.
 //   y       row m begins at y + m * ldy elements, contiguous: ldy == N. 16-byte
 //           aligned base; rows are aligned only as far as N allows.
-// block_size is a multiple of 4 and at least 4; num_blocks = ceil(K / block_size).
+// block_size is a multiple of 4 and at least 4; num_blocks = ceil(K /
+// block_size).
 struct PrefillArgs {
   const void* x;
   int64_t ldx;
@@ -48,8 +53,9 @@ struct PrefillArgs {
   cudaStream_t stream;
 };
 
-// True where sm90_prefill_gemm computes this call; false sends it to the portable
-// kernel. Looks at sizes and types only, touches no memory, never synchronizes.
+// True where sm90_prefill_gemm computes this call; false sends it to the
+// portable kernel. Looks at sizes and types only, touches no memory, never
+// synchronizes.
 bool sm90_prefill_supported(const PrefillArgs& args);
 
 // Enqueues the product on args.stream. Called only on a device of compute

@@ -164,6 +164,7 @@ def resolve(decision: Decision, options: Options) -> Ternary | torch.Tensor:
             value = replace(value, zero_point=zeros)
         return value
     block, name = decision.block_size, weight.name
+    assert block is not None
     function = {
         "lossless": quantize.find_ternary,
         "absmean": quantize.quantize_absmean,
@@ -254,6 +255,7 @@ def _merged(value: Ternary, decision: Decision) -> Ternary:
     old, new = value.block_size, decision.block_size
     if old == new:
         return value
+    assert new is not None
     size_k = value.t.shape[-1]
 
     def merge(x: torch.Tensor | None) -> torch.Tensor | None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
@@ -177,7 +178,7 @@ class ShardedWriter:
                 size = 0
             self.shards[-1].append(spec)
             size += spec.nbytes
-        self._file = None
+        self._file: BinaryIO | None = None
         self._queue = [
             (number, spec) for number, shard in enumerate(self.shards) for spec in shard
         ]

@@ -4,11 +4,11 @@
 
 On disk a weight is two bits, four along K to a byte (``00`` 0, ``01`` +1, ``10`` -1,
 ``11`` reserved, read as 0). On a CUDA device it is the code ``t + 1`` in an int32
-tensor ``[N_pad / 16, K_pad / 128, 32, 4]``: one 16 x 128 tile is 512 consecutive bytes,
-of which lane ``l`` of a warp loads 16. With ``g = l // 4`` and ``t = l % 4``, word ``j``
-of the lane holds k-steps ``2j`` and ``2j + 1`` (16 weights along K each) of the tile.
-Inside the word, bit ``2 * (4 * s + i) + 16 * h`` starts the code of step ``s``, register
-``i`` and half ``h`` of the A operand of ``mma.m16n8k16``::
+tensor ``[N_pad / 16, K_pad / 128, 32, 4]``: one 16 x 128 tile is 512 consecutive
+bytes, of which lane ``l`` of a warp loads 16. With ``g = l // 4`` and ``t = l % 4``,
+word ``j`` of the lane holds k-steps ``2j`` and ``2j + 1`` (16 weights along K each) of
+the tile. Inside the word, bit ``2 * (4 * s + i) + 16 * h`` starts the code of step
+``s``, register ``i`` and half ``h`` of the A operand of ``mma.m16n8k16``::
 
     row = 16 * R + g + 8 * (i % 2)
     k = 128 * T + 32 * j + 16 * s + 8 * (i // 2) + 2 * t + h

@@ -214,7 +214,7 @@ def _block_name(row, index, leading, size_k, block_size) -> str:
     """Words for a block: its place in the tensor and its columns."""
     if block_size == "tensor":
         return "the tensor"
-    place = []
+    place: list[int] = []
     for size in reversed(leading):
         row, rest = divmod(row, size)
         place.insert(0, rest)
