@@ -129,18 +129,75 @@ def expand(t: torch.Tensor, scale: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def make_ternary(
-    model: transformers.PreTrainedModel, seed: int, block: int, embeddings: bool = False
+    model: transformers.PreTrainedModel,
+    seed: int,
+    block: int,
+    embeddings: bool = False,
+    gain: float = 1.0,
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Gives the projections (and the embedding and head) of a model random ternary
-    weights, in place; returns name of the weight -> (t, scale)."""
+    weights, in place; returns name of the weight -> (t, scale). ``gain``, a power of
+    two, makes the projections' scales larger."""
     made = {}
     for i, (name, parameter) in enumerate(model.named_parameters()):
         table = name.endswith(("embed_tokens.weight", "lm_head.weight"))
         if is_block_linear(name) or (embeddings and table):
             t, scale = random_ternary(1000 * seed + i, *parameter.shape, block)
+            scale = scale if table else scale * gain
             parameter.data.copy_(expand(t, scale, block))
             made[name] = t, scale
     return made
+
+
+# --------------------------------------------------------------------------
+# MLX
+
+
+def pack_mlx(q: np.ndarray) -> np.ndarray:
+    """Sixteen 2-bit codes per uint32 along K, lowest bits first."""
+    words = np.zeros((q.shape[0], q.shape[1] // 16), dtype=np.uint32)
+    for i in range(16):
+        words |= q[:, i::16].astype(np.uint32) << np.uint32(2 * i)
+    return words
+
+
+def write_mlx(
+    model: transformers.PreTrainedModel,
+    folder: Path,
+    seed: int,
+    group: int,
+    change: Callable | None = None,
+    gain: float = 1.0,
+) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Writes a model with random ternary weights as mlx-lm does: embedding, head and
+    projections as 2-bit codes with biases = -scales.
+
+    ``change(name, q, scales, biases)`` alters one weight's parts in place. Returns
+    name -> (words uint32 [N, K / 16], scales, biases float16 [N, K / group]).
+    """
+    made = make_ternary(model, seed, group, embeddings=True, gain=gain)
+    save(model, folder)
+    stored = {}
+
+    def to_mlx(tensors: dict[str, torch.Tensor]) -> None:
+        for name, (t, scale) in made.items():
+            if name not in tensors:
+                continue
+            q, scales = (t + 1).numpy().astype(np.uint8), scale.numpy()
+            biases = -scales
+            if change:
+                change(name, q, scales, biases)
+            words = pack_mlx(q)
+            stored[name] = words, scales, biases
+            module = name.removesuffix("weight")
+            tensors[name] = torch.from_numpy(words)
+            tensors[module + "scales"] = torch.from_numpy(scales)
+            tensors[module + "biases"] = torch.from_numpy(biases)
+
+    rewrite(folder, to_mlx)
+    quantization = {"group_size": group, "bits": 2}
+    set_config(folder, quantization=quantization, quantization_config=quantization)
+    return stored
 
 
 # --------------------------------------------------------------------------

@@ -21,14 +21,6 @@ def convert(source, dest, *arguments):
     return convert_checkpoint.main([str(source), str(dest), *map(str, arguments)])
 
 
-def pack(q: np.ndarray) -> np.ndarray:
-    """Sixteen 2-bit codes per uint32, lowest bits first."""
-    words = np.zeros((q.shape[0], q.shape[1] // 16), dtype=np.uint32)
-    for i in range(16):
-        words |= q[:, i::16].astype(np.uint32) << np.uint32(2 * i)
-    return words
-
-
 def by_mlx(words, scales, biases, bits=2, group=GROUP) -> torch.Tensor:
     """The weight as mlx decodes it, in float32."""
     arrays = [mx.array(x).astype(mx.float32) for x in (scales, biases)]
@@ -40,31 +32,8 @@ def write(folder, change=None, family="qwen3", seed=0, group=GROUP, **sizes):
     """A checkpoint as mlx-lm writes it; ``change(name, q, scales, biases)`` alters one
     weight's codes, scales and biases in place. Returns name -> what mlx decodes."""
     model = build.tiny_model(family, seed, **sizes)
-    made = build.make_ternary(model, seed, group, embeddings=True)
-    build.save(model, folder)
-    expected = {}
-
-    def to_mlx(tensors):
-        for name, (t, scale) in made.items():
-            if name not in tensors:
-                continue
-            q, scales = (t + 1).numpy().astype(np.uint8), scale.numpy()
-            biases = -scales
-            if change:
-                change(name, q, scales, biases)
-            words = pack(q)
-            expected[name] = by_mlx(words, scales, biases, group=group)
-            module = name.removesuffix("weight")
-            tensors[name] = torch.from_numpy(words)
-            tensors[module + "scales"] = torch.from_numpy(scales)
-            tensors[module + "biases"] = torch.from_numpy(biases)
-
-    build.rewrite(folder, to_mlx)
-    quantization = {"group_size": group, "bits": 2}
-    build.set_config(
-        folder, quantization=quantization, quantization_config=quantization
-    )
-    return expected
+    stored = build.write_mlx(model, folder, seed, group, change)
+    return {name: by_mlx(*parts, group=group) for name, parts in stored.items()}
 
 
 def decode(folder, name) -> torch.Tensor:
