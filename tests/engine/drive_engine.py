@@ -100,6 +100,15 @@ def load_format(llm: Any, name: str) -> None:
     llm.collective_rpc("update_config", args=({"load_config": {"load_format": name}},))
 
 
+def warm_up(llm: Any) -> None:
+    """Run a forward pass without requests on every rank.
+
+    In eager mode the CPU worker of vLLM 0.32.0 leaves it out, and with it the buffers
+    that a second pipeline stage receives into.
+    """
+    llm.collective_rpc(lambda worker: worker.model_runner.profile_run())
+
+
 def sleep(llm: Any, level: int) -> None:
     """Give up the device's memory and take it back."""
     llm.sleep(level)
@@ -113,7 +122,10 @@ def tensors(llm: Any) -> list[list[dict]]:
     return llm.apply_model(tensors_of)
 
 
-STEPS = {f.__name__: f for f in (generate, load_format, reload_weights, sleep, tensors)}
+STEPS = {
+    f.__name__: f
+    for f in (generate, load_format, reload_weights, sleep, tensors, warm_up)
+}
 
 
 def run_job(job: dict[str, Any]) -> list[Any]:
