@@ -111,11 +111,7 @@ def make_plan(source: Source, options: Options, progress: Progress) -> Plan:
     unused = [
         p
         for p in options.not_convert
-        if not any(
-            schemes.matches_not_convert(e.module, [p])
-            for e in entries
-            if isinstance(e, Weight)
-        )
+        if not any(schemes.matches_not_convert(_module_of(e), [p]) for e in entries)
     ]
     if unused:
         raise ConversionError(
@@ -124,14 +120,16 @@ def make_plan(source: Source, options: Options, progress: Progress) -> Plan:
             "beginning of a module's name."
         )
     steps: list[Plain | Decision] = []
+    experts: set[str] = set()
     for entry in progress(entries, "Looking at weights"):
         if isinstance(entry, Plain):
-            _refuse_fused_experts(entry, patterns)
+            experts |= _fused_experts(entry, patterns)
             steps.append(entry)
         else:
             steps.append(_decide(entry, source, options, patterns))
     steps = _settle_groups(steps, options)
     decided = {d.weight.module: d.settings for d in steps if isinstance(d, Decision)}
+    decided |= {module: {"kind": "unquantized"} for module in sorted(experts)}
     if not any(s["kind"] == "ternary" for s in decided.values()):
         raise ConversionError(
             f"{source.path}: nothing to convert. No 2-D weight of a transformer block "
@@ -208,6 +206,7 @@ def _decide(
                 "(loses information), or leave it as it is with "
                 f"--modules-to-not-convert {module}",
             ) from None
+    del value  # which is read again
     decision = Decision(weight, "ternary", options.quantize, block, None, dtype)
     if not options.measure:
         return decision
@@ -311,19 +310,32 @@ def _words(decision: Decision) -> str:
     return f"ternary, block {decision.block_size}{zero_point}"
 
 
-def _refuse_fused_experts(entry: Plain, patterns: list[str]) -> None:
-    """Experts of a layer in one 3-D tensor, which would stay unquantized while
-    vLLM expects them ternary."""
-    name = entry.name
-    if len(entry.spec.shape) != 3 or ".experts." not in name:
-        return
-    if not schemes.matches_not_convert(name, patterns):
+def _module_of(entry: Plain | Weight) -> str:
+    """The module that a tensor belongs to; for a layer's experts in one 3-D tensor,
+    of which vLLM makes one layer, ``<...>.experts``."""
+    if isinstance(entry, Plain) and _holds_experts(entry):
+        return entry.name.partition(".experts.")[0] + ".experts"
+    return entry.name.rpartition(".")[0]
+
+
+def _holds_experts(entry: Plain) -> bool:
+    return len(entry.spec.shape) == 3 and ".experts." in entry.name
+
+
+def _fused_experts(entry: Plain, patterns: list[str]) -> set[str]:
+    """The module of a layer's experts if the tensor holds them all. Raises
+    ConversionError unless they are to be left alone: they would stay unquantized
+    while vLLM expects them ternary."""
+    if not _holds_experts(entry):
+        return set()
+    module = _module_of(entry)
+    if not schemes.matches_not_convert(module, patterns):
         raise ConversionError(
-            f"{name}: holds all experts in one tensor {list(entry.spec.shape)}, which "
-            "the converter does not split. Save the model with one tensor per expert, "
-            f"or leave them as they are with --modules-to-not-convert "
-            f"{name.partition('.experts.')[0]}.experts"
+            f"{entry.name}: holds all experts in one tensor {list(entry.spec.shape)}, "
+            "which the converter does not split. Save the model with one tensor per "
+            f"expert, or leave them as they are with --modules-to-not-convert {module}"
         )
+    return {module}
 
 
 def _drop_tied_head(source: Source, notes: list[str]) -> list[Plain | Weight]:

@@ -15,9 +15,9 @@ import torch
 
 from .codec import format
 from .errors import ConversionError
-from .model import Ternary
+from .model import Ternary, Weight
 from .plan import Decision, Plan, Progress, resolve
-from .safetensors_io import ShardedWriter, read_checkpoint
+from .safetensors_io import ShardedWriter, StoredTensor, read_checkpoint
 
 
 def check_destination(source: Path, dest: Path, overwrite: bool) -> None:
@@ -127,30 +127,47 @@ def verify_checkpoint(plan: Plan, directory: Path, progress: Progress) -> None:
     if config.get("quantization_config") != plan.quantization_config:
         raise ConversionError(f"{directory}/config.json: verification failed.")
     for step in progress(plan.steps, "Verifying"):
-        if not isinstance(step, Decision):
+        if isinstance(step, Decision):
+            _verify_weight(step, stored, plan)
+        else:
             _same(step.name, stored[step.name].read(), step.read())
-            continue
-        weight = step.weight
-        found = [stored[spec.name].read() for spec in step.specs]
-        value = resolve(step, plan.options)
-        if not isinstance(value, Ternary):
-            _same(weight.name, found[0], value)
-            continue
-        packed, scale, *zero_point = found
-        name = weight.module + ".packed_ternary_weight"
-        t = format.unpack(packed, weight.size_k, name=name)
-        _same(name, t, value.t)
-        format.check_codes(packed, weight.size_k, strict=True, name=name)
-        _same(weight.module + ".weight_scale", scale, value.scale)
-        if zero_point:
-            assert value.zero_point is not None
-            _same(weight.module + ".weight_zero_point", zero_point[0], value.zero_point)
-        if step.how == "lossless":
-            decoded = format.dequantize(t, scale, None, value.block_size, weight.dtype)
-            original = weight.read()
-            assert isinstance(original, torch.Tensor)
-            # -0.0 becomes 0.0, which + 0.0 does too.
-            _same(weight.name, decoded, original + 0.0)
+
+
+def _verify_weight(step: Decision, stored: dict[str, StoredTensor], plan: Plan) -> None:
+    weight = step.weight
+    value = resolve(step, plan.options)
+    found = [stored[spec.name].read() for spec in step.specs]
+    if not isinstance(value, Ternary):
+        _same(weight.name, found[0], value)
+        return
+    packed, scale, *zero_point = found
+    name = weight.module + ".packed_ternary_weight"
+    t = format.unpack(packed, weight.size_k, name=name)
+    _same(name, t, value.t)
+    format.check_codes(packed, weight.size_k, strict=True, name=name)
+    _same(weight.module + ".weight_scale", scale, value.scale)
+    if zero_point:
+        assert value.zero_point is not None
+        _same(weight.module + ".weight_zero_point", zero_point[0], value.zero_point)
+    if step.how == "lossless":
+        block = value.block_size
+        del value, found, packed
+        _same_weight(weight, t, scale, block)
+
+
+def _same_weight(
+    weight: Weight, t: torch.Tensor, scale: torch.Tensor, block: int | str
+) -> None:
+    """Compares the decoded weight with the source's by groups of rows, to have one
+    of the two in memory."""
+    original = weight.read()
+    assert isinstance(original, torch.Tensor)
+    scale = format.expand_scale(scale, (weight.size_n,), weight.size_k, block)
+    block = format.block_length(weight.size_k, block)
+    for part in format.row_chunks(weight.size_n, 32 * weight.size_k):
+        decoded = format.dequantize(t[part], scale[part], None, block, weight.dtype)
+        # -0.0 becomes 0.0, which + 0.0 does too.
+        _same(weight.name, decoded, original[part] + 0.0)
 
 
 def _same(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:

@@ -32,7 +32,7 @@ DEFAULT_BLOCK_SIZE = 128
 CODES_PER_BYTE = 4
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 ZERO_POINT_DTYPES = (torch.float32, torch.int32)
-CHUNK_BYTES = 32 << 20
+CHUNK_BYTES = 8 << 20
 """Rough bound, in bytes, on the temporaries of one step over rows."""
 
 
