@@ -240,7 +240,9 @@ def _shard(
 
 def import_shards() -> ModuleType | str:
     """The module that drives vLLM's loaders, or why there is none."""
-    # vLLM would log to stdout, which holds the report.
+    # vLLM would log to stdout, which holds the report. It asks once, at import; what
+    # this process starts later must not inherit the answer.
+    configure = os.environ.get("VLLM_CONFIGURE_LOGGING")
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
     logging.getLogger("vllm").setLevel(logging.ERROR)
     try:
@@ -253,6 +255,9 @@ def import_shards() -> ModuleType | str:
         return f"vLLM cannot be imported: no module named {e.name}"
     except (ImportError, OSError) as e:
         return f"vLLM cannot be imported: {e}"
+    finally:
+        if configure is None:
+            del os.environ["VLLM_CONFIGURE_LOGGING"]
 
 
 def _ranks() -> ModuleType:
