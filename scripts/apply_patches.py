@@ -11,11 +11,16 @@ and the pinned hashes are checked.
 
 import argparse
 import json
+import sys
 
-from lib import cli, tree
-from lib.errors import BuildError
-from lib.project import Project
-from lib.verify import verify
+from lib.errors import BUILD_PYTHON, BuildError, missing_module
+
+try:
+    from lib import cli, tree
+    from lib.project import Project
+    from lib.verify import verify
+except ModuleNotFoundError as error:
+    sys.exit(missing_module(error, BUILD_PYTHON))
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -17,12 +17,17 @@ Writes <out>.md and <out>.json, and <out>.png where matplotlib is installed.
 import argparse
 import json
 import math
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from lib.cli import progress, run
-from lib.errors import BuildError
+from lib.errors import VLLM_PYTHON, BuildError, missing_module
+
+try:
+    from lib.cli import progress, run
+except ModuleNotFoundError as error:
+    sys.exit(missing_module(error, VLLM_PYTHON))
 
 LABELS = {
     "ternary": "ternary (ours)",

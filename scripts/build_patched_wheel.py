@@ -11,11 +11,16 @@ version +ternary.<n>.
 import argparse
 import json
 import os
+import sys
 from pathlib import Path
 
-from lib import build, cli, extension, source_build
-from lib.errors import BuildError
-from lib.project import Project
+from lib.errors import BUILD_PYTHON, BuildError, missing_module
+
+try:
+    from lib import build, cli, extension, source_build
+    from lib.project import Project
+except ModuleNotFoundError as error:
+    sys.exit(missing_module(error, BUILD_PYTHON))
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -18,15 +18,20 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-from tqdm import tqdm
+from lib.errors import VLLM_PYTHON, missing_module
 
-from lib.convert import report
-from lib.convert.codec import TernaryFormatError, schemes
-from lib.convert.detect import open_source
-from lib.convert.errors import ConversionError
-from lib.convert.plan import Options, make_plan
-from lib.convert.run import check_destination, execute
+try:
+    import torch
+    from tqdm import tqdm
+
+    from lib.convert import report
+    from lib.convert.codec import TernaryFormatError, schemes
+    from lib.convert.detect import open_source
+    from lib.convert.errors import ConversionError
+    from lib.convert.plan import Options, make_plan
+    from lib.convert.run import check_destination, execute
+except ModuleNotFoundError as error:
+    sys.exit(missing_module(error, VLLM_PYTHON))
 
 _DTYPES = {
     "float16": torch.float16,

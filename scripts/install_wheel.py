@@ -10,13 +10,18 @@ package index are for CUDA. Does nothing if the same file is installed already.
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
-from packaging.requirements import Requirement
+from lib.errors import BUILD_PYTHON, BuildError, missing_module
 
-from lib import cli, install
-from lib.errors import BuildError
-from lib.project import Project
+try:
+    from packaging.requirements import Requirement
+
+    from lib import cli, install
+    from lib.project import Project
+except ModuleNotFoundError as error:
+    sys.exit(missing_module(error, BUILD_PYTHON))
 
 
 def parse_arguments() -> argparse.Namespace:

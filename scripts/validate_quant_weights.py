@@ -20,6 +20,7 @@ import json
 import sys
 from pathlib import Path
 
+from lib.errors import VLLM_PYTHON, missing_module
 from lib.validate.errors import ValidateError
 
 
@@ -72,6 +73,9 @@ def main(arguments: list[str] | None = None) -> int:
         from lib.validate.run import validate  # torch takes a while; --help does not
 
         report = validate(options.model, options.reference, options.tp, options.device)
+    except ModuleNotFoundError as error:
+        print(missing_module(error, VLLM_PYTHON), file=sys.stderr)
+        return 2
     except ValidateError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What the scripts' main functions share."""
 
+import errno
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,21 @@ from typing import Any
 from tqdm import tqdm
 
 from lib.errors import BuildError
+
+# Failures of the user's folders and disks rather than of this project.
+_WRITABLE = "Make that place writable for you"
+_ROOM = "Make room there"
+_IN_THE_WAY = "Move what is in the way aside"
+_REMEDIES = {
+    errno.EACCES: _WRITABLE,
+    errno.EPERM: _WRITABLE,
+    errno.EROFS: _WRITABLE,
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.EEXIST: _IN_THE_WAY,
+    errno.EISDIR: _IN_THE_WAY,
+    errno.ENOTDIR: _IN_THE_WAY,
+}
 
 
 def progress(*args: Any, **options: Any) -> tqdm:
@@ -18,11 +34,24 @@ def progress(*args: Any, **options: Any) -> tqdm:
 
 
 def run(main: Callable[[], int]) -> None:
-    """Exit with main's status; a BuildError is a message and status 1, no traceback."""
+    """Exit with main's status.
+
+    A BuildError, or a folder that cannot be written, is a message and status 1, no
+    traceback.
+    """
     try:
         sys.exit(main())
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:
+        if error.filename is None or error.errno not in _REMEDIES:
+            raise
+        print(
+            f"error: {error.filename}: {error.strerror}. {_REMEDIES[error.errno]}, and "
+            "run again.",
+            file=sys.stderr,
+        )
         sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

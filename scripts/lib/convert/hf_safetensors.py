@@ -24,9 +24,14 @@ def read_config(path: Path) -> dict[str, Any]:
             "from the Hugging Face hub, or a GGUF file."
         )
     try:
-        return json.loads(path.read_text())
+        config = json.loads(path.read_text())
     except ValueError as e:
-        raise ConversionError(f"{path}: no valid JSON ({e}).") from None
+        raise ConversionError(
+            f"{path}: no valid JSON ({e}). Download it again, or mend it."
+        ) from None
+    if not isinstance(config, dict):
+        raise ConversionError(f"{path}: is no JSON object. Download it again.")
+    return config
 
 
 def read_tensors(directory: Path) -> dict[str, StoredTensor]:

@@ -135,7 +135,13 @@ def read_checkpoint(directory: Path) -> dict[str, StoredTensor]:
     or model.safetensors, or else every ``*.safetensors`` file there."""
     index = directory / INDEX_NAME
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise ConversionError(
+                f"{index}: no index of shards ({e!r}). The file is damaged: download "
+                "it again."
+            ) from None
         missing = [n for n in names if not (directory / n).is_file()]
         if missing:
             raise ConversionError(
