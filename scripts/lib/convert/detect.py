@@ -21,7 +21,10 @@ def open_source(
     """Opens SOURCE: a GGUF file, or a directory whose format is told by its
     config.json. The other arguments are for GGUF."""
     if not path.exists():
-        raise ConversionError(f"{path} does not exist.")
+        raise ConversionError(
+            f"{path} does not exist. Give a model directory or a GGUF file; download a "
+            "model of a hub first."
+        )
     if path.is_dir() and not (path / "config.json").exists():
         files = sorted(path.glob("*.gguf"))
         if len(files) == 1:
@@ -50,7 +53,10 @@ def open_source(
     if method == "bitnet":
         return BitNetSource.open(path, config)
     if method == "ternary":
-        raise ConversionError(f"{path} is a ternary checkpoint already.")
+        raise ConversionError(
+            f"{path} is a ternary checkpoint already. Serve it as it is, or start from "
+            "what it was made of."
+        )
     raise ConversionError(
         f"{path}: config.json says quant_method {method!r}, which cannot be "
         "converted. Start from the model's full-precision checkpoint."

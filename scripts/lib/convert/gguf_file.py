@@ -79,7 +79,10 @@ def read_gguf(path: Path) -> GgufFile:
     types that cannot be converted."""
     with open(path, "rb") as file:
         if file.read(4) != b"GGUF":
-            raise ConversionError(f"{path} is no GGUF file.")
+            raise ConversionError(
+                f"{path} is no GGUF file. Give one, or for safetensors the model's "
+                "directory."
+            )
         try:
             return _read_header(path, file)
         except (struct.error, UnicodeDecodeError, KeyError, OverflowError) as e:
