@@ -94,25 +94,28 @@ def read_header(path: Path) -> list[StoredTensor]:
                     "The file is truncated or no safetensors file: download it again."
                 )
             header = json.loads(file.read(length))
-    except (struct.error, ValueError) as e:
+        entries = [
+            (name, entry["dtype"], tuple(entry["shape"]), begin, end)
+            for name, entry in header.items()
+            if name != "__metadata__"
+            for begin, end in [entry["data_offsets"]]
+        ]
+    except (struct.error, ValueError, AttributeError, KeyError, TypeError) as e:
         raise ConversionError(
-            f"{path}: no safetensors header ({e}). The file is damaged: download it "
+            f"{path}: no safetensors header ({e!r}). The file is damaged: download it "
             "again."
         ) from None
     tensors = []
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        if entry["dtype"] not in DTYPES:
+    for name, dtype, shape, begin, end in entries:
+        if dtype not in DTYPES:
             raise ConversionError(
-                f"{path}: tensor {name} has dtype {entry['dtype']}, which is not "
+                f"{path}: tensor {name} has dtype {dtype}, which is not "
                 f"known. Known dtypes are {', '.join(DTYPES)}."
             )
-        begin, end = entry["data_offsets"]
         tensor = StoredTensor(
             name,
-            DTYPES[entry["dtype"]],
-            tuple(entry["shape"]),
+            DTYPES[dtype],
+            shape,
             path,
             8 + length + begin,
         )
