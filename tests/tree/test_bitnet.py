@@ -161,6 +161,11 @@ def ready(layer: torch.nn.Module) -> torch.nn.Module:
     return layer
 
 
+def ready_alone(layer: torch.nn.Module) -> torch.nn.Module:
+    """The same for a layer that no rank is making."""
+    return run_ranks(1, lambda rank: ready(layer))[0]
+
+
 def close(have: torch.Tensor, want: torch.Tensor) -> bool:
     """Equal up to float32 rounding; a quantized activation that fell on the other side
     of a tie would be off by more than a thousandth."""
@@ -272,7 +277,7 @@ def test_the_two_scale_conventions_are_told_apart(request):
         module.load_state_dict(dict(stored), assign=True)
         layer = one_layer(settings_of(name), 16, 24)
         load(layer, stored)
-        answers[name] = ready(layer)(x)[0]
+        answers[name] = ready_alone(layer)(x)[0]
         with torch.no_grad():
             assert close(answers[name], module(x))
     ratio = stored["weight_scale"].item() ** 2
@@ -288,7 +293,7 @@ def test_weights_that_transformers_saved_unpacked(request):
     layer = one_layer(settings_of("autobitlinear"), 16, 24)
     load(layer, tensors)
     x = torch.randn(5, 24, generator=torch.Generator().manual_seed(1))
-    assert close(ready(layer)(x)[0], module(x))
+    assert close(ready_alone(layer)(x)[0], module(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -322,7 +327,7 @@ def test_nothing_of_the_original_size_is_left(request):
         module = Module(seeded(request), 128, 256, settings_of(name), False)
         layer = one_layer(settings_of(name), 128, 256)
         load(layer, module.tensors)
-        ready(layer)
+        ready_alone(layer)
         tensors = dict(layer.named_parameters()) | dict(layer.named_buffers())
         assert set(tensors) == {"packed_ternary_weight", "weight_scale"}
         held = sum(t.numel() * t.element_size() for t in tensors.values())
@@ -388,7 +393,7 @@ def test_tensors_that_the_config_does_not_describe_are_refused(request):
         layer = one_layer(config, 16, 24)
         load(layer, tensors)
         with pytest.raises(ValueError, match=f"down_proj.{name}: missing"):
-            ready(layer)
+            ready_alone(layer)
 
 
 NAMES = [

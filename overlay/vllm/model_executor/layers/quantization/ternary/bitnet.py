@@ -28,7 +28,10 @@ from vllm.model_executor.layers.quantization.utils.ternary_format import (
     pack,
     packed_width,
 )
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 
 from .config import TernaryConfig
 from .linear import TernaryLinearMethod
@@ -38,7 +41,13 @@ from .parameters import (
     checkpoint_name,
     logical_rows,
 )
-from .schemes import Scheme, SchemeTable, TernaryConfigError, matches_not_convert
+from .schemes import (
+    UNQUANTIZED,
+    Scheme,
+    SchemeTable,
+    TernaryConfigError,
+    matches_not_convert,
+)
 
 logger = init_logger(__name__)
 
@@ -112,11 +121,12 @@ class BitNetConfig(TernaryConfig):
 
     def __init__(
         self,
-        schemes: SchemeTable,
-        weight_format: WeightFormat,
+        schemes: SchemeTable | None = None,
+        weight_format: WeightFormat | None = None,
         converts_head: bool = False,
     ):
         super().__init__(schemes)
+        assert weight_format is not None
         self.weight_format = weight_format
         self.converts_head = converts_head
 
@@ -161,21 +171,28 @@ class BitNetConfig(TernaryConfig):
     def get_quant_method(
         self, layer: torch.nn.Module, prefix: str
     ) -> QuantizeMethodBase | None:
+        method: QuantizeMethodBase | None = None
+        scheme = UNQUANTIZED
         if isinstance(layer, LinearBase):
             scheme = self.linear_scheme(prefix)
-            if scheme.kind == "unquantized":
-                return UnquantizedLinearMethod()
-            return BitNetLinearMethod(
-                scheme, self.weight_format, self.packed_modules_mapping
-            )
-        if isinstance(layer, RoutedExperts):
+            if scheme.kind == "ternary":
+                method = BitNetLinearMethod(
+                    scheme, self.weight_format, self.packed_modules_mapping
+                )
+            else:
+                method = UnquantizedLinearMethod()
+        elif isinstance(layer, RoutedExperts):
             raise TernaryConfigError(
                 f"{prefix}: bitnet checkpoints with mixtures of experts are not "
                 "served. Convert the model to quant_method ternary."
             )
-        if isinstance(layer, ParallelLMHead) and self._converts(prefix):
-            return BitNetLinearMethod(self.schemes.default, self.weight_format)
-        return None
+        elif isinstance(layer, ParallelLMHead) and self._converts(prefix):
+            scheme = self.schemes.default
+            method = BitNetLinearMethod(scheme, self.weight_format)
+        elif not isinstance(layer, VocabParallelEmbedding):
+            return None
+        self.report.add(layer, prefix, scheme.describe())
+        return method
 
     def linear_scheme(self, prefix: str) -> Scheme:
         """The scheme of a linear layer, by the names of the modules that it fuses.
