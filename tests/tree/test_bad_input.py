@@ -184,6 +184,54 @@ def test_parts_of_a_fused_layer_must_agree() -> None:
         table.fused_scheme("m.gate_up_proj", ["m.gate_proj", "m.up_proj"])
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"modules_to_not_convert": ["v_proj"]},
+        {"module_overrides": {"re:.*v_proj": {"kind": "unquantized"}}},
+        {"module_overrides": {"re:.*v_proj": {"activation_bits": 8}}},
+        {
+            "module_overrides": {
+                "m": {"kind": "unquantized"},
+                "m.q_proj": {"kind": "ternary"},
+            }
+        },
+    ],
+)
+def test_a_pattern_for_a_part_is_not_for_the_fused_layer(settings: dict) -> None:
+    """The name qkv_proj ends with v_proj, and begins as its parts do."""
+    table = SchemeTable.from_config(settings)
+    with pytest.raises(TernaryConfigError, match="m.qkv_proj fuses"):
+        table.fused_scheme("m.qkv_proj", ["m.q_proj", "m.k_proj", "m.v_proj"])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"modules_to_not_convert": ["qkv_proj"]},
+        {"modules_to_not_convert": ["q_proj", "k_proj", "v_proj"]},
+        {"module_overrides": {"m.qkv_proj": {"kind": "unquantized"}}},
+        {"module_overrides": {"m": {"kind": "unquantized"}}},
+        {
+            "block_size": 64,
+            "modules_to_not_convert": ["q_proj"],
+            "module_overrides": {"re:m.[kv]_proj": {"kind": "unquantized"}},
+        },
+    ],
+)
+def test_parts_of_a_fused_layer_that_agree(settings: dict) -> None:
+    table = SchemeTable.from_config(settings)
+    parts = ["m.q_proj", "m.k_proj", "m.v_proj"]
+    assert table.fused_scheme("m.qkv_proj", parts).kind == "unquantized"
+
+
+@pytest.mark.parametrize("method", ["ternary", "bitnet"])
+def test_asked_for_by_name_on_a_plain_model(method: str) -> None:
+    """A config is made from nothing where config.json has none."""
+    with pytest.raises(TernaryConfigError, match=f"{method}.*no quantization_config"):
+        get_quantization_config(method)()
+
+
 @pytest.mark.parametrize("kept", [0, 5, 40, -1])
 def test_truncated_file(tmp_path: Path, kept: int) -> None:
     file = tmp_path / "model.safetensors"

@@ -21,6 +21,7 @@ from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapMan
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.quantization.ternary import TernaryConfig, moe_forward
 from vllm.model_executor.layers.quantization.ternary.schemes import (
+    SCALE_DTYPES,
     Scheme,
     SchemeTable,
     TernaryConfigError,
@@ -98,7 +99,8 @@ class Experts:
                 n, k = (HIDDEN, inter) if name == "down_proj" else (inter, HIDDEN)
                 t = torch.randint(-1, 2, (n, k), dtype=torch.int8, generator=g)
                 shape = fmt.scale_shape((n,), k, s.block_size)
-                scale = (torch.rand(shape, generator=g) + 0.1).half()
+                scale = torch.rand(shape, generator=g) + 0.1
+                scale = scale.to(getattr(torch, s.scale_dtype))
                 found = {"packed_ternary_weight": fmt.pack(t), "weight_scale": scale}
                 zero = None
                 if s.zero_point:
@@ -220,9 +222,10 @@ def test_masked_path_ignores_overflow() -> None:
     close(found[1:], experts.forward(x[1:], weights[1:], ids[1:]))
 
 
-def test_8_bit_activations() -> None:
+@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES)
+def test_8_bit_activations(scale_dtype: str) -> None:
     """Both projections quantize each row to int8 first, as BitNet does."""
-    scheme = Scheme(block_size="tensor", activation_bits=8)
+    scheme = Scheme(block_size="tensor", activation_bits=8, scale_dtype=scale_dtype)
     experts = Experts(42, 96, lambda _: scheme)
     layer = experts.load(make_layer(SchemeTable(scheme), 96))
     x, weights, ids = routing(6, 42)
@@ -241,6 +244,20 @@ def test_8_bit_activations() -> None:
     found = run(layer, x, weights, ids).double()
     # A hidden value on the edge between two integers may fall to either side.
     assert (found - expected).abs().max() / expected.abs().max() < 5e-3
+    _, scale, _ = layer.quant_method.unpacked_weight(layer, "w2")
+    stored = experts.tensors["3.down_proj.weight_scale"]
+    assert torch.equal(scale[3], stored.expand(HIDDEN, 1))
+    assert scale.dtype == stored.dtype
+
+
+def test_zero_point_that_would_be_rounded() -> None:
+    scheme = Scheme(block_size=32, zero_point=True)
+    experts = Experts(43, 64, lambda _: scheme)
+    name = "1.up_proj.weight_zero_point"
+    whole = torch.full_like(experts.tensors[name], 2**24 + 1, dtype=torch.int32)
+    experts.tensors[name] = whole
+    with pytest.raises(TernaryFormatError, match="16777217 is not exact in float32"):
+        experts.load(make_layer(SchemeTable(scheme), 64))
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -450,3 +450,18 @@ def test_integer_zero_points():
     wrong = torch.full((4, 3), 2**24 + 1, dtype=torch.int32)
     with pytest.raises(TernaryFormatError, match="16777217 is not exact in float32"):
         load_ranks(spec, [part.tensors | {"weight_zero_point": wrong}], 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_sums_of_8_bit_activations_fit_into_float16(dtype):
+    """127 times 600 inputs is more than float16 holds; the output is not."""
+    torch.set_default_dtype(dtype)
+    scheme = Scheme(block_size="tensor", activation_bits=8)
+    spec = LayerSpec("row", scheme, 1200, (4,))
+    tensors = {
+        "packed_ternary_weight": torch.from_numpy(pack(np.ones((4, 1200), np.int8))),
+        "weight_scale": torch.ones(1, dtype=torch.float16),
+    }
+    x = torch.ones(2, 1200, dtype=dtype)
+    for y in outputs(spec, load_ranks(spec, [tensors], 2), x):
+        assert y.dtype == dtype and ((y.float() - 600).abs() < 4).all()

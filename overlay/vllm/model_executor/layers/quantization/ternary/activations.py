@@ -28,6 +28,7 @@ from .parameters import SCALE, checkpoint_name, shard_index
 
 INT8_MAX = 127
 MIN_ABS_MAX = 1e-5
+FRACTION = 128
 
 
 class InputNorm(torch.nn.Module):
@@ -124,7 +125,9 @@ def _apply_sharded(
 
     A token's statistics span all ranks, so they are reduced first. The quantized
     values are integers up to 128, exact in every activation dtype, and their sums are
-    exact in float32: the 16-bit kernel computes the integer product.
+    exact in float32: the 16-bit kernel computes the integer product. It gets them
+    divided by 128, a change of exponents only, because float16 would not hold the
+    sums.
     """
     wide = x.float()
     if norm_weight is not None:
@@ -137,7 +140,7 @@ def _apply_sharded(
     abs_max = abs_max.clamp(min=MIN_ABS_MAX)
     quantized = (wide * (INT8_MAX / abs_max)).round().clamp(-INT8_MAX - 1, INT8_MAX)
     out = ops.ternary_gemm(
-        F.pad(quantized.to(x.dtype), (layer.ternary_lead, 0)),
+        F.pad((quantized / FRACTION).to(x.dtype), (layer.ternary_lead, 0)),
         packed,
         getattr(layer, SCALE),
         None,
@@ -146,5 +149,5 @@ def _apply_sharded(
         layer.ternary_size_k,
         layer.ternary_block_size,
     )
-    out = (out.float() * (abs_max / INT8_MAX)).to(x.dtype)
+    out = (out.float() * (abs_max * (FRACTION / INT8_MAX))).to(x.dtype)
     return out if bias is None else out + bias

@@ -26,7 +26,7 @@ from .int8 import TernaryInt8LinearMethod
 from .linear import TernaryLinearMethod
 from .load_report import LoadReport
 from .moe import TernaryMoEMethod, expert_schemes
-from .schemes import UNQUANTIZED, Scheme, SchemeTable
+from .schemes import UNQUANTIZED, Scheme, SchemeTable, TernaryConfigError
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.utils import WeightsMapper
@@ -36,12 +36,23 @@ class TernaryConfig(QuantizationConfig):
     """Weights in {-1, 0, +1}, two bits each, with a scale per block.
 
     Args:
-        schemes: the parsed `quantization_config` of the checkpoint.
+        schemes: the parsed `quantization_config` of the checkpoint. vLLM has none to
+            give where the method is only asked for by name.
+
+    Raises:
+        TernaryConfigError: there is none.
 
     """
 
-    def __init__(self, schemes: SchemeTable):
+    def __init__(self, schemes: SchemeTable | None = None):
         super().__init__()
+        if schemes is None:
+            raise TernaryConfigError(
+                f"quantization is {self.get_name()}, but config.json has no "
+                "quantization_config, which says how its modules are stored. Leave "
+                "--quantization out if the model is not quantized, or give "
+                "quantization_config in --hf-overrides."
+            )
         self.schemes = schemes
         self.tied_embeddings = False
         self.embedding_scheme: Scheme | None = None

@@ -43,7 +43,15 @@ from vllm.platforms import current_platform
 
 from .load_report import report_of
 from .moe_forward import CPU_ACTIVATIONS, Projection, ternary_experts
-from .parameters import PACKED, SCALE, TENSORS, ZERO_POINT, InputCut, loads_no_tensors
+from .parameters import (
+    PACKED,
+    SCALE,
+    TENSORS,
+    ZERO_POINT,
+    InputCut,
+    check_exact,
+    loads_no_tensors,
+)
 from .schemes import (
     UNQUANTIZED,
     Scheme,
@@ -219,6 +227,10 @@ class TernaryMoEMethod(FusedMoEMethodBase):
                 self._check_values(layer, projection, tensors, size_k, block)
             else:
                 tensors[1].abs_()
+            bits = self.schemes[projection].activation_bits
+            if bits == 8 and tensors[1].dtype == torch.bfloat16:
+                # Exact; the integer kernels have no bfloat16 scale.
+                tensors[1] = tensors[1].float()
             for name, tensor in zip(
                 TENSORS, _encode_experts(tensors, size_k, block), strict=True
             ):
@@ -289,7 +301,7 @@ class TernaryMoEMethod(FusedMoEMethodBase):
         packed, scale, zero_point = zip(*experts, strict=True)
         return (
             torch.stack(packed),
-            torch.stack(scale),
+            torch.stack(scale).to(getattr(torch, self.schemes[projection].scale_dtype)),
             None if p.zero_point is None else torch.stack(zero_point),
         )
 
@@ -399,6 +411,7 @@ def _load_expert(
             check_zero_point(
                 loaded_weight, (rows,), size_k, block, values=False, name=tensor
             )
+            check_exact(loaded_weight, param.dtype, tensor)
         if block == "tensor":
             loaded_weight = loaded_weight.reshape(1, 1).expand(rows, 1)
     layer.ternary_loaded.add((local, shard_id, kind))

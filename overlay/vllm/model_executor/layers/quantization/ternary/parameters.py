@@ -224,7 +224,7 @@ def _load_checked(
             check_zero_point(
                 loaded_weight, (rows,), size_k, block, values=False, name=tensor
             )
-            _check_exact(loaded_weight, param.dtype, tensor)
+            check_exact(loaded_weight, param.dtype, tensor)
         if one_for_all:
             loaded_weight = loaded_weight.reshape(1, 1).expand(rows, 1)
     layer.ternary_layer_loader(layer, param, loaded_weight, *shard, **kwargs)
@@ -232,7 +232,7 @@ def _load_checked(
     layer.ternary_loaded.setdefault(kind, set()).update(parts)
 
 
-def _check_exact(loaded: torch.Tensor, dtype: torch.dtype, name: str) -> None:
+def check_exact(loaded: torch.Tensor, dtype: torch.dtype, name: str) -> None:
     """Refuse a zero point that the parameter's dtype would round.
 
     Raises:

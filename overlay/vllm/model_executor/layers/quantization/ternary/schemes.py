@@ -230,9 +230,12 @@ class SchemeTable:
                 raise TernaryConfigError(_bad(where, settings, "a mapping of settings"))
             _refuse_unknown(settings, _SCHEME_KEYS, where)
             try:
-                overrides[pattern] = replace(default, **settings)
+                scheme = replace(default, **settings)
             except TernaryConfigError as e:
                 raise TernaryConfigError(f"{where}: {e}") from None
+            # What only concerns quantized modules does not tell plain ones apart.
+            plain = scheme.kind == "unquantized"
+            overrides[pattern] = UNQUANTIZED if plain else scheme
         return cls(default, strict, list(not_convert), overrides)
 
     def explicit(self, name: str) -> Scheme | None:
@@ -256,14 +259,30 @@ class SchemeTable:
     def fused_scheme(self, name: str, parts: Iterable[str]) -> Scheme:
         """The scheme of a layer that fuses the modules `parts` of the checkpoint.
 
+        A pattern that names a part means that part, whether it matches the layer's
+        own name or not: "qkv_proj" ends with "v_proj".
+
         Raises:
             TernaryConfigError: when the parts differ, since one layer is computed
                 by one kernel.
 
         """
-        if (scheme := self.explicit(name)) is not None:
+        parts = list(parts)
+        whole = SchemeTable(
+            not_convert=[
+                pattern
+                for pattern in self.not_convert
+                if not any(matches_not_convert(part, [pattern]) for part in parts)
+            ],
+            overrides={
+                pattern: scheme
+                for pattern, scheme in self.overrides.items()
+                if not any(matches_override(part, pattern) for part in parts)
+            },
+        )
+        if (scheme := whole.explicit(name)) is not None:
             return scheme
-        if matches_not_convert(name, self.not_convert):
+        if matches_not_convert(name, whole.not_convert):
             return UNQUANTIZED
         schemes = {part: self.scheme(part) for part in parts}
         if len(set(schemes.values())) > 1:
