@@ -28,7 +28,6 @@ from vllm.model_executor.layers.quantization.utils.ternary_format import (
     TernaryFormatError,
     block_length,
     check_codes,
-    check_packed,
     check_scale,
     check_zero_point,
     num_blocks,
@@ -49,7 +48,7 @@ from .parameters import (
     TENSORS,
     ZERO_POINT,
     InputCut,
-    check_exact,
+    checked_tensor,
     loads_no_tensors,
 )
 from .schemes import (
@@ -387,33 +386,15 @@ def _load_expert(
     }[shard_id]
     tensor = f"{layer.layer_name}.{expert_id}.{module}.{kind}"
     block = layer.ternary_schemes[projection].block_size
-    if kind == PACKED:
-        check_packed(loaded_weight, (rows,), size_k, name=tensor)
-        if layer.quant_method.strict:
-            # The whole, because a cut inside a byte reads reserved codes as 0.
-            check_codes(loaded_weight, size_k, strict=True, name=tensor)
-    else:
-        if block == "row" and loaded_weight.shape == (rows,):
-            loaded_weight = loaded_weight.unsqueeze(1)
-        if block == "tensor":
-            loaded_weight = loaded_weight.reshape(loaded_weight.shape or (1,))
-        if kind == SCALE:
-            check_scale(
-                loaded_weight,
-                (rows,),
-                size_k,
-                block,
-                dtype=param.dtype,
-                values=False,
-                name=tensor,
-            )
-        else:
-            check_zero_point(
-                loaded_weight, (rows,), size_k, block, values=False, name=tensor
-            )
-            check_exact(loaded_weight, param.dtype, tensor)
-        if block == "tensor":
-            loaded_weight = loaded_weight.reshape(1, 1).expand(rows, 1)
+    loaded_weight = checked_tensor(
+        kind,
+        loaded_weight,
+        (rows, size_k),
+        block,
+        param.dtype,
+        strict=layer.quant_method.strict,
+        name=tensor,
+    )
     layer.ternary_loaded.add((local, shard_id, kind))
     if projection == "w13":
         return type(layer).weight_loader(

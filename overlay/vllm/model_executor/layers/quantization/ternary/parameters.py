@@ -200,36 +200,66 @@ def _load_checked(
     one_for_all = block == "tensor" and kind != PACKED
     if rows is None:  # a scale for all is spread over as many as any shard can need
         rows = layer.output_size if one_for_all else loaded_weight.shape[0]
-    if kind == PACKED:
-        check_packed(loaded_weight, (rows,), size_k, name=tensor)
-        if layer.quant_method.strict:
-            # The whole, because a cut inside a byte reads reserved codes as 0.
-            check_codes(loaded_weight, size_k, strict=True, name=tensor)
-    else:
-        if block == "row" and loaded_weight.shape == (rows,):
-            loaded_weight = loaded_weight.unsqueeze(1)
-        if one_for_all:
-            loaded_weight = loaded_weight.reshape(loaded_weight.shape or (1,))
-        if kind == SCALE:
-            check_scale(
-                loaded_weight,
-                (rows,),
-                size_k,
-                block,
-                dtype=param.dtype,
-                values=False,
-                name=tensor,
-            )
-        else:
-            check_zero_point(
-                loaded_weight, (rows,), size_k, block, values=False, name=tensor
-            )
-            check_exact(loaded_weight, param.dtype, tensor)
-        if one_for_all:
-            loaded_weight = loaded_weight.reshape(1, 1).expand(rows, 1)
+    loaded_weight = checked_tensor(
+        kind,
+        loaded_weight,
+        (rows, size_k),
+        block,
+        param.dtype,
+        strict=layer.quant_method.strict,
+        name=tensor,
+    )
     layer.ternary_layer_loader(layer, param, loaded_weight, *shard, **kwargs)
     parts = shard_id if isinstance(shard_id, tuple) else (shard_id,)
     layer.ternary_loaded.setdefault(kind, set()).update(parts)
+
+
+def checked_tensor(
+    kind: str,
+    loaded: torch.Tensor,
+    shape: tuple[int, int],
+    block_size: BlockSize,
+    dtype: torch.dtype,
+    *,
+    strict: bool,
+    name: str,
+) -> torch.Tensor:
+    """A checked tensor of the checkpoint, with scales for each row of the weight.
+
+    Args:
+        kind: one of `TENSORS`.
+        loaded: as the checkpoint stores it.
+        shape: (N, K) of the whole weight, before any cut.
+        block_size: weights along K that share a scale.
+        dtype: of the parameter that the tensor is for.
+        strict: refuse reserved codes.
+        name: of the tensor in the checkpoint.
+
+    Raises:
+        TernaryFormatError: wrong dtype, shape or value, naming the tensor.
+
+    """
+    rows, size_k = shape
+    if kind == PACKED:
+        check_packed(loaded, (rows,), size_k, name=name)
+        if strict:
+            # The whole, because a cut inside a byte reads reserved codes as 0.
+            check_codes(loaded, size_k, strict=True, name=name)
+        return loaded
+    if block_size == "row" and loaded.shape == (rows,):
+        loaded = loaded.unsqueeze(1)
+    if block_size == "tensor":
+        loaded = loaded.reshape(loaded.shape or (1,))
+    leading = (rows,)
+    options: dict[str, Any] = {"values": False, "name": name}
+    if kind == SCALE:
+        check_scale(loaded, leading, size_k, block_size, dtype=dtype, **options)
+    else:
+        check_zero_point(loaded, leading, size_k, block_size, **options)
+        check_exact(loaded, dtype, name)
+    if block_size == "tensor":
+        loaded = loaded.reshape(1, 1).expand(rows, 1)
+    return loaded
 
 
 def check_exact(loaded: torch.Tensor, dtype: torch.dtype, name: str) -> None:
