@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Small BitNet checkpoints, written and read with transformers' own modules."""
 
+import copy
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,14 @@ class BitNetPair:
         """Log-probabilities [len(tokens), vocabulary] of each next token."""
         logits = self.model(torch.tensor([tokens])).logits[0]
         return torch.log_softmax(logits.float(), -1)
+
+    def rounded(self, dtype: torch.dtype) -> "BitNetPair":
+        """The same checkpoint with transformers' model computing in `dtype`."""
+        model = copy.deepcopy(self.model).to(dtype)
+        for layer in model.modules():
+            if isinstance(layer, LINEAR_CLASSES):
+                layer.dtype = dtype
+        return BitNetPair(self.folder, model)
 
 
 def write_bitnet(

@@ -15,10 +15,46 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 VOCAB_SIZE = 307
 MAX_TOKENS = 16
+
+
+class Step(NamedTuple):
+    """A generated token, and how much likelier (log) it was than the runner-up."""
+
+    token: int
+    margin: float
+
+
+Texts = list[list[Step]]
+
+
+def tokens_of(texts: Texts) -> list[list[int]]:
+    return [[step.token for step in text] for text in texts]
+
+
+def same_greedy(found: Texts, expected: Texts) -> bool:
+    """Equal tokens; in 16 bits, up to a step where the best two are a near-tie.
+
+    What follows such a step is another text, so the comparison of that text ends there.
+    """
+    from server import NEAR_TIE
+
+    if [len(text) for text in found] != [len(text) for text in expected]:
+        return False
+    for text, reference_text in zip(found, expected, strict=True):
+        for step, reference in zip(text, reference_text, strict=True):
+            if step.token != reference.token:
+                if reference.margin >= NEAR_TIE:
+                    return False
+                break
+    return True
+
+
+def assert_same_greedy(found: Texts, expected: Texts) -> None:
+    assert same_greedy(found, expected), (found, expected)
 
 
 def drive(jobs: list[dict[str, Any]], log: Path | None = None, **env: str) -> list[Any]:
@@ -55,7 +91,12 @@ def drive(jobs: list[dict[str, Any]], log: Path | None = None, **env: str) -> li
     lines = [x for x in result.stdout.splitlines() if x.startswith("RESULTS ")]
     if not lines:
         raise RuntimeError(f"the engines ended early: {result.stdout[-8000:]}")
-    return json.loads(lines[-1].removeprefix("RESULTS "))
+    jobs_results = json.loads(lines[-1].removeprefix("RESULTS "))
+    for job, results in zip(jobs, jobs_results, strict=True):
+        for i, ((name, *_), result) in enumerate(zip(job["steps"], results)):
+            if name == "generate" and "error" not in result:
+                results[i] = [[Step(*step) for step in text] for text in result]
+    return jobs_results
 
 
 def _ranks(jobs: list[dict[str, Any]]) -> int:
@@ -74,20 +115,35 @@ def prompts() -> list[list[int]]:
     ]
 
 
-def generate(llm: Any, adapter: str | None = None) -> list[list[int]]:
-    """Greedy tokens of all prompts."""
+def generate(llm: Any, adapter: str | None = None) -> Texts:
+    """Greedy tokens of all prompts, with their margins."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
     outputs = llm.generate(
         [{"prompt_token_ids": p} for p in prompts()],
         SamplingParams(
-            max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True, detokenize=False
+            max_tokens=MAX_TOKENS,
+            temperature=0,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=2,
         ),
         use_tqdm=False,
         lora_request=None if adapter is None else LoRARequest("adapter", 1, adapter),
     )
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    return [
+        [
+            Step(token, _margin(top))
+            for token, top in zip(completion.token_ids, completion.logprobs)
+        ]
+        for completion in (output.outputs[0] for output in outputs)
+    ]
+
+
+def _margin(top: dict[int, Any]) -> float:
+    low, high = sorted(entry.logprob for entry in top.values())[-2:]
+    return high - low
 
 
 def reload_weights(llm: Any, path: str | None = None) -> None:
@@ -130,7 +186,7 @@ STEPS = {
 
 def run_job(job: dict[str, Any]) -> list[Any]:
     """Start the job's engine and take its steps."""
-    from server import DTYPE
+    from server import DTYPE, GPU_MEMORY
 
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -141,11 +197,10 @@ def run_job(job: dict[str, Any]) -> list[Any]:
         enforce_eager=True,
         max_model_len=128,
         max_num_seqs=8,
+        **GPU_MEMORY,
     )
     if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
         arguments["distributed_executor_backend"] = "uni"
-    if DTYPE != "float32":
-        arguments["gpu_memory_utilization"] = 0.2
     results: list[Any] = []
     llm = None
     try:

@@ -36,11 +36,18 @@ class PlainDecoder:
         weights: of the checkpoint, named from "layers.0" on.
         quantized: False leaves out the projections' norms and rounds nothing, which
             is the plain architecture.
+        dtype: to which the results of projections and norms are rounded.
 
     """
 
-    def __init__(self, config: Any, weights: Weights, quantized: bool = True):
-        self.config, self.quantized = config, quantized
+    def __init__(
+        self,
+        config: Any,
+        weights: Weights,
+        quantized: bool = True,
+        dtype: torch.dtype = torch.float32,
+    ):
+        self.config, self.quantized, self.dtype = config, quantized, dtype
         self.weights = {name: w.float() for name, w in weights.items()}
         self.gemma = config.model_type == "gemma3_text"
 
@@ -118,12 +125,13 @@ class PlainDecoder:
         weight = self.weights[f"{name}.weight"]
         if not self.quantized:
             return x @ weight.T
-        return bit_linear(
-            rms_norm(x, self.weights[f"{name}.norm.weight"], 1e-6), weight
-        )
+        x = self._round(rms_norm(x, self.weights[f"{name}.norm.weight"], 1e-6))
+        return self._round(bit_linear(x, weight))
 
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         weight = self.weights[f"{name}.weight"]
-        return rms_norm(
-            x, weight + 1 if self.gemma else weight, self.config.rms_norm_eps
-        )
+        weight = weight + 1 if self.gemma else weight
+        return self._round(rms_norm(x, weight, self.config.rms_norm_eps))
+
+    def _round(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.dtype).float()

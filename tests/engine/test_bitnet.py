@@ -21,7 +21,7 @@ from bitnet_models import (
 )
 from plain_decoders import PlainDecoder
 from safetensors.torch import save_file
-from server import DEVICE, DTYPE, engine_env, serve
+from server import DEVICE, DTYPE, GPU_MEMORY, engine_env, serve
 from transformers import (
     AutoModel,
     BitNetConfig,
@@ -100,9 +100,7 @@ class Answers:
 
 def score(pairs: dict[str, BitNetPair], tp: int, folder: Path) -> dict[str, Answers]:
     """Run an engine for each checkpoint, one after the other."""
-    engine: dict[str, object] = {"dtype": DTYPE, "tensor_parallel_size": tp}
-    if DEVICE == "cuda":
-        engine["gpu_memory_utilization"] = 0.2
+    engine = {"dtype": DTYPE, "tensor_parallel_size": tp, **GPU_MEMORY}
     jobs = [
         {
             "model": str(pair.folder),
@@ -150,13 +148,32 @@ def check(pair: BitNetPair, answers: Answers) -> None:
     assert answers.tokens.shape == (8, STEPS)
     # A model stuck on one token would agree with anything.
     assert len(answers.tokens.unique()) > 24
+    difference = distance(pair, answers, answers.logprobs)
+    if DTYPE == "float32":
+        assert difference.quantile(0.25) < SAME, difference
+        assert difference.max() < FLIPPED, difference
+        return
+    # Every activation is rounded twice, so many fall to other steps: as far from
+    # float32 as transformers' own model is in this type, and hardly farther.
+    rounded = pair.rounded(getattr(torch, DTYPE))
+    again = [
+        rounded.logprobs(prompt + tokens.tolist())[len(prompt) - 1 : -1]
+        for prompt, tokens in zip(prompts(), answers.tokens)
+    ]
+    own = distance(pair, answers, again)
+    print("median, greatest distance:", difference.median(), difference.max())
+    print("of transformers in this type:", own.median(), own.max())
+    assert difference.median() < 1.5 * own.median(), (difference, own)
+    assert difference.max() < 2 * own.max(), (difference, own)
+
+
+def distance(pair: BitNetPair, answers: Answers, logprobs: list) -> torch.Tensor:
+    """Greatest difference from transformers' float32 model at each position."""
     differences = []
-    for prompt, tokens, have in zip(prompts(), answers.tokens, answers.logprobs):
+    for prompt, tokens, have in zip(prompts(), answers.tokens, logprobs):
         want = pair.logprobs(prompt + tokens.tolist())[len(prompt) - 1 : -1]
         differences.append((have - want).abs().amax(-1))
-    difference = torch.cat(differences)
-    assert difference.quantile(0.25) < SAME, difference
-    assert difference.max() < FLIPPED, difference
+    return torch.cat(differences)
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
@@ -257,10 +274,17 @@ def test_embeddings(family, tmp_path):
     decoder = PlainDecoder(config, weights)
     end = VOCABULARY - 1
     want = torch.stack([decoder.embed([*tokens, end]) for tokens in prompts()])
-    # Half of the texts without an activation on the other side of a rounding, and no
-    # two texts nearly as close as a text and its reference.
-    distance = (served - want).norm(dim=1)
-    assert distance.median() < SAME and distance.max() < 0.1, distance
+    away = (served - want).norm(dim=1)
+    if DTYPE == "float32":
+        # Half of the texts without an activation on the other side of a rounding.
+        assert away.median() < SAME and away.max() < 0.1, away
+    else:
+        rounding = PlainDecoder(config, weights, dtype=getattr(torch, DTYPE))
+        again = torch.stack([rounding.embed([*tokens, end]) for tokens in prompts()])
+        own = (again - want).norm(dim=1)
+        print("distances:", away, "of the rounded reference:", own)
+        assert away.median() < 1.5 * own.median() and away.max() < 2 * own.max()
+    # No two texts nearly as close as a text and its reference.
     apart = torch.cdist(served, served) + 2 * torch.eye(len(served))
     assert apart.min() > 0.3, apart
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from bitnet_models import VOCABULARY, write_bitnet, write_tokenizer
 from mlx_lm.utils import load_model
-from server import DEVICE, DTYPE, engine_env
+from server import DTYPE, GPU_MEMORY, engine_env
 from transformers import AutoModelForCausalLM, BitNetQuantConfig, LlamaConfig
 
 ROOT = Path(__file__).parents[2]
@@ -138,12 +138,9 @@ def answers(tmp_path_factory) -> dict[str, tuple[Logprobs, dict[str, torch.Tenso
         name = maker.__name__
         (folder / name).mkdir()
         model, references[name] = maker(folder / name)
-        engine = {"dtype": DTYPE}
-        if DEVICE == "cuda":
-            engine["gpu_memory_utilization"] = 0.2
         out = str(folder / f"{name}.pt")
         job = {"model": str(model), "prompts": prompts(), "steps": STEPS, "out": out}
-        jobs.append(job | {"engine": engine})
+        jobs.append(job | {"engine": {"dtype": DTYPE, **GPU_MEMORY}})
     (folder / "jobs.json").write_text(json.dumps(jobs))
     script = Path(__file__).parent / "score_tokens.py"
     result = subprocess.run(
