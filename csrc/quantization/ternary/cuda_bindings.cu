@@ -164,9 +164,10 @@ GemmArgs gemm_args(const Tensor& x, const Weight& w) {
   return a;
 }
 
-// Rows as the kernels want them: inner stride 1, 16-byte aligned. Returns the
-// copy that was needed to get there, if one was.
-std::optional<Tensor> align_rows(const Tensor& x, GemmArgs& a) {
+// Rows of K values as the kernels want them: inner stride 1, 16-byte aligned.
+// Sets a.x and a.ldx; returns the copy that was needed, if one was.
+template <typename Args>
+std::optional<Tensor> align_rows(const Tensor& x, Args& a) {
   const void* base = x.data_ptr();
   const int64_t ld = x.stride(0), inc = x.stride(1);
   const bool one_row = x.size(0) == 1;
@@ -253,65 +254,79 @@ Tensor ternary_gemm_sm90(const Tensor& x, const Tensor& weight,
                   });
 }
 
-Tensor ternary_gemm_w2a8(const Tensor& x, const Tensor& weight,
-                         const Tensor& scale, const std::optional<Tensor>& bias,
-                         const std::optional<Tensor>& norm_weight,
-                         const std::optional<Tensor>& part_ends,
-                         double norm_eps, int64_t size_n, int64_t size_k,
-                         int64_t block_size) {
+// What ternary_gemm_w2a8 quantizes and multiplies, and the memory for it.
+struct W2A8Call {
+  QuantArgs quant{};
+  W2A8Args gemm{};
+  Tensor y, bias, workspace;
+  std::optional<Tensor> x_keep;
+};
+
+W2A8Call w2a8_call(const Tensor& x, const Tensor& weight, const Tensor& scale,
+                   const std::optional<Tensor>& bias,
+                   const std::optional<Tensor>& norm_weight,
+                   const std::optional<Tensor>& part_ends, double norm_eps,
+                   int64_t size_n, int64_t size_k, int64_t block_size) {
   check_activation(x, weight, size_k);
   const Weight w =
       check_weight(weight, scale, std::nullopt, size_n, size_k, block_size);
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const int64_t rows = x.size(0);
-  Tensor y = torch::stable::new_empty(x, {rows, size_n});
-  if (rows == 0 || size_n == 0) return y;
-
-  QuantArgs q{};
-  q.parts = 1;
+  int64_t parts = 1;
   if (norm_weight) {
     STD_TORCH_CHECK(norm_weight->dim() == 2 && norm_weight->is_contiguous() &&
                         norm_weight->is_cuda() && norm_weight->size(0) >= 1 &&
                         norm_weight->size(1) == size_k,
                     "norm_weight ", shape_of(*norm_weight),
                     " must be contiguous [parts, ", size_k, "]");
-    q.parts = int(norm_weight->size(0));
-    q.norm_weight = norm_weight->data_ptr();
-    q.norm_dtype = float_type(*norm_weight, "norm_weight");
+    parts = norm_weight->size(0);
   }
-  if (q.parts > 1) {
+  if (parts > 1) {
     STD_TORCH_CHECK(part_ends && part_ends->is_cuda() &&
                         part_ends->scalar_type() == ScalarType::Int &&
                         part_ends->is_contiguous() &&
-                        part_ends->numel() == q.parts,
-                    "part_ends must be int32 [", q.parts,
+                        part_ends->numel() == parts,
+                    "part_ends must be int32 [", parts,
                     "] on x's device, one end row per row of norm_weight");
-    STD_TORCH_CHECK(q.parts < 65536, "too many parts: ", q.parts);
+    STD_TORCH_CHECK(parts < 65536, "too many parts: ", parts);
   }
-  Tensor xq =
-      torch::stable::new_empty(x, {q.parts, rows, w.K_pad}, ScalarType::Char);
-  Tensor xs = torch::stable::new_empty(x, {q.parts, rows}, ScalarType::Float);
-  q.x = x.data_ptr();
-  q.ldx = x.stride(0);
-  q.incx = x.stride(1);
-  q.dtype = float_type(x, "x");
-  q.eps = float(norm_eps);
-  q.xq = static_cast<int8_t*>(xq.data_ptr());
-  q.xs = static_cast<float*>(xs.data_ptr());
-  q.M = int(rows);
+
+  // xq, then xs and xsum, then the sums of tiles.
+  const int64_t tokens = parts * rows, k_tiles = w.K_pad / 128;
+  const int64_t words = tokens * (2 + (w.num_blocks > 1 ? k_tiles : 0));
+  Tensor y = torch::stable::new_empty(x, {rows, size_n});
+  W2A8Call c{.y = y,
+             .bias = y,
+             .workspace = torch::stable::new_empty(
+                 x, {tokens * w.K_pad + words * 4}, ScalarType::Char)};
+  QuantArgs& q = c.quant;
   q.K = w.K;
   q.K_pad = w.K_pad;
+  q.M = int(rows);
+  q.parts = int(parts);
+  q.dtype = float_type(x, "x");
+  q.device = x.get_device_index();
   q.stream = current_stream(x);
+  if (norm_weight) {
+    q.norm_weight = norm_weight->data_ptr();
+    q.norm_dtype = float_type(*norm_weight, "norm_weight");
+    q.eps = float(norm_eps);
+  }
+  q.xq = static_cast<int8_t*>(c.workspace.data_ptr());
+  q.xs = reinterpret_cast<float*>(q.xq + tokens * w.K_pad);
+  q.xsum = reinterpret_cast<int32_t*>(q.xs + tokens);
+  q.xsum_tiles = w.num_blocks > 1 ? q.xsum + tokens : nullptr;
+  if (rows > 0) c.x_keep = align_rows(x, q);
 
-  W2A8Args a{};
-  Tensor bias_keep = y;
-  a.bias = check_bias(bias, x, size_n, bias_keep);
+  W2A8Args& a = c.gemm;
   a.xq = q.xq;
   a.xs = q.xs;
+  a.xsum = q.xsum;
+  a.xsum_tiles = q.xsum_tiles;
   a.weight = w.codes;
   a.scale = w.scale;
   a.scale_dtype = w.scale_dtype;
-  if (q.parts > 1) {
+  a.bias = check_bias(bias, x, size_n, c.bias);
+  if (parts > 1) {
     a.part_ends = static_cast<const int32_t*>(part_ends->data_ptr());
   }
   a.y = y.data_ptr();
@@ -324,11 +339,59 @@ Tensor ternary_gemm_w2a8(const Tensor& x, const Tensor& weight,
   a.K_pad = w.K_pad;
   a.block_size = w.block_size;
   a.num_blocks = w.num_blocks;
-  a.device = x.get_device_index();
+  a.device = q.device;
   a.stream = q.stream;
-  quantize_tokens(q);
-  dispatch_w2a8(a);
-  return y;
+  return c;
+}
+
+Tensor ternary_gemm_w2a8(const Tensor& x, const Tensor& weight,
+                         const Tensor& scale, const std::optional<Tensor>& bias,
+                         const std::optional<Tensor>& norm_weight,
+                         const std::optional<Tensor>& part_ends,
+                         double norm_eps, int64_t size_n, int64_t size_k,
+                         int64_t block_size) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const W2A8Call c = w2a8_call(x, weight, scale, bias, norm_weight, part_ends,
+                               norm_eps, size_n, size_k, block_size);
+  if (x.size(0) == 0 || size_n == 0) return c.y;
+  quantize_tokens(c.quant);
+  dispatch_w2a8(c.gemm);
+  return c.y;
+}
+
+// The same with one product kernel, for the tuning script and the tests: 0 the
+// naive one, 1 int8 tensor cores for few tokens, 2 the Hopper kernel for many.
+Tensor ternary_gemm_w2a8_tuned(const Tensor& x, const Tensor& weight,
+                               const Tensor& scale,
+                               const std::optional<Tensor>& bias,
+                               const std::optional<Tensor>& norm_weight,
+                               const std::optional<Tensor>& part_ends,
+                               double norm_eps, int64_t size_n, int64_t size_k,
+                               int64_t block_size, int64_t kernel,
+                               int64_t groups, int64_t split) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const W2A8Call c = w2a8_call(x, weight, scale, bias, norm_weight, part_ends,
+                               norm_eps, size_n, size_k, block_size);
+  if (x.size(0) == 0 || size_n == 0) return c.y;
+  quantize_tokens(c.quant);
+  w2a8_with(c.gemm, int(kernel), int(groups), int(split));
+  return c.y;
+}
+
+// The workspace that quantization leaves: xq [parts, M, K_pad] int8, then xs
+// and xsum [parts, M], then the sums of tiles [parts, K_pad / 128, M], as
+// bytes.
+Tensor ternary_quantize_tokens(const Tensor& x, const Tensor& weight,
+                               const Tensor& scale,
+                               const std::optional<Tensor>& norm_weight,
+                               const std::optional<Tensor>& part_ends,
+                               double norm_eps, int64_t size_n, int64_t size_k,
+                               int64_t block_size) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const W2A8Call c = w2a8_call(x, weight, scale, std::nullopt, norm_weight,
+                               part_ends, norm_eps, size_n, size_k, block_size);
+  if (x.size(0) > 0) quantize_tokens(c.quant);
+  return c.workspace;
 }
 
 Tensor ternary_embedding(const Tensor& indices, const Tensor& weight,
@@ -390,6 +453,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C, m) {
       "Tensor? zero_point, Tensor? bias, SymInt size_n, SymInt size_k, "
       "SymInt block_size, int variant, int groups, int split, bool pdl) -> "
       "Tensor");
+  m.def(
+      "ternary_gemm_w2a8_tuned(Tensor x, Tensor weight, Tensor scale, "
+      "Tensor? bias, Tensor? norm_weight, Tensor? part_ends, float norm_eps, "
+      "SymInt size_n, SymInt size_k, SymInt block_size, int kernel, "
+      "int groups, int split) -> Tensor");
+  m.def(
+      "ternary_quantize_tokens(Tensor x, Tensor weight, Tensor scale, "
+      "Tensor? norm_weight, Tensor? part_ends, float norm_eps, "
+      "SymInt size_n, SymInt size_k, SymInt block_size) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(_C, CUDA, m) {
@@ -399,5 +471,9 @@ STABLE_TORCH_LIBRARY_IMPL(_C, CUDA, m) {
   m.impl("ternary_gemm_sm90", TORCH_BOX(&vllm::ternary::ternary_gemm_sm90));
   m.impl("ternary_gemm_tuned", TORCH_BOX(&vllm::ternary::ternary_gemm_tuned));
   m.impl("ternary_gemm_w2a8", TORCH_BOX(&vllm::ternary::ternary_gemm_w2a8));
+  m.impl("ternary_gemm_w2a8_tuned",
+         TORCH_BOX(&vllm::ternary::ternary_gemm_w2a8_tuned));
+  m.impl("ternary_quantize_tokens",
+         TORCH_BOX(&vllm::ternary::ternary_quantize_tokens));
   m.impl("ternary_embedding", TORCH_BOX(&vllm::ternary::ternary_embedding));
 }

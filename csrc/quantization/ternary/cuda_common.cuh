@@ -45,6 +45,13 @@ __device__ __forceinline__ float load_as_float(const void* base, DType dtype,
   }
 }
 
+// Where value k of a row of xq lies in it. A word of the weight, shifted right
+// by 2 i and masked with 0x03030303, is register i of the A operand of
+// mma.m16n8k32 with k in this order.
+__host__ __device__ __forceinline__ int int8_position(int k) {
+  return (k & ~31) + 2 * (k & 8) + 2 * (k & 6) + ((k >> 4) & 1) + 2 * (k & 1);
+}
+
 // The weight {-1, 0, +1} at (n, k), by the formula of ternary_layout_cuda.py.
 __device__ __forceinline__ int ternary_at(const int32_t* weight, int K_pad,
                                           int n, int k) {

@@ -18,10 +18,17 @@ namespace vllm::ternary {
 // promise.
 using GemmArgs = PrefillArgs;
 
-// x[M, K] int8 (rows of K_pad, zero past K) times the packed weight.
+// x[M, K] int8 times the packed weight: y = xs * sum_b scale_b * (integers of
+// block b) + bias, in float32. Rows of xq have K_pad values, zero past K, and
+// within each 32 the order in which the bytes of a weight word stand (see
+// int8_position in cuda_common.cuh). Codes are t + 1, so that a product of
+// codes is too large by the sum of xq, which is given in two forms.
 struct W2A8Args {
-  const int8_t* xq;       // [parts, M, K_pad]
-  const float* xs;        // [parts, M], multiplies the integer product
+  const int8_t* xq;     // [parts, M, K_pad], permuted
+  const float* xs;      // [parts, M]; NaN for a token with NaN or infinity
+  const int32_t* xsum;  // [parts, M]: sum of the whole row of xq
+  // Sums of 128 values: [parts, K_pad / 128, M]; nullptr if num_blocks == 1.
+  const int32_t* xsum_tiles;
   const int32_t* weight;  // as in PrefillArgs
   const void* scale;      // [num_blocks, N_pad]
   DType scale_dtype;
@@ -35,17 +42,20 @@ struct W2A8Args {
   cudaStream_t stream;
 };
 
-// Per-token quantization to int8, with an optional RMSNorm in front.
+// Per-token quantization to int8, with an optional RMSNorm in front. The last
+// four pointers are those of W2A8Args.
 struct QuantArgs {
-  const void* x;  // row m begins at x + m * ldx, inner stride incx (elements)
-  int64_t ldx, incx;
+  const void* x;  // row m begins at x + m * ldx, 16-byte aligned
+  int64_t ldx;
   DType dtype;
   const void* norm_weight;  // [parts, K] in norm_dtype, or nullptr
   DType norm_dtype;
   float eps;
-  int8_t* xq;  // [parts, M, K_pad]
-  float* xs;   // [parts, M]
+  int8_t* xq;
+  float* xs;
+  int32_t *xsum, *xsum_tiles;
   int parts, M, K, K_pad;
+  int device;
   cudaStream_t stream;
 };
 

@@ -13,6 +13,8 @@ namespace vllm::ternary {
 // Builds without the sm_90a objects leave these undefined.
 __attribute__((weak)) bool sm90_prefill_supported(const PrefillArgs& args);
 __attribute__((weak)) void sm90_prefill_gemm(const PrefillArgs& args);
+__attribute__((weak)) bool sm90_s8_supported(const W2A8Args& args);
+__attribute__((weak)) void sm90_s8_gemm(const W2A8Args& args);
 
 namespace {
 
@@ -72,6 +74,23 @@ void dispatch_gemm(const GemmArgs& a) {
   }
 }
 
-void dispatch_w2a8(const W2A8Args& a) { reference_w2a8(a); }
+void w2a8_with(const W2A8Args& a, int kernel, int groups, int split) {
+  const bool hopper = device_info(a.device).capability == 90 &&
+                      sm90_s8_supported && sm90_s8_gemm && sm90_s8_supported(a);
+  if (kernel == 2 && hopper) {
+    sm90_s8_gemm(a);
+  } else if (kernel == 0) {
+    reference_w2a8(a);
+  } else {
+    throw std::runtime_error(
+        "ternary_gemm_w2a8: the kernel asked for does not take this call");
+  }
+}
+
+void dispatch_w2a8(const W2A8Args& a) {
+  const bool hopper = device_info(a.device).capability == 90 &&
+                      sm90_s8_supported && sm90_s8_gemm && sm90_s8_supported(a);
+  w2a8_with(a, hopper ? 2 : 0, 0, 0);
+}
 
 }  // namespace vllm::ternary

@@ -50,7 +50,7 @@ __global__ void reference_w2a8_kernel(const W2A8Args a) {
       const int end = int(min(begin + a.block_size, int64_t(a.K)));
       int sum = 0;
       for (int k = int(begin); k < end; ++k) {
-        sum += int(x[k]) * ternary_at(a.weight, a.K_pad, n, k);
+        sum += int(x[int8_position(k)]) * ternary_at(a.weight, a.K_pad, n, k);
       }
       total += load_as_float(a.scale, a.scale_dtype, int64_t(b) * a.N_pad + n) *
                float(sum);
