@@ -57,19 +57,27 @@ def assert_same_greedy(found: Texts, expected: Texts) -> None:
     assert same_greedy(found, expected), (found, expected)
 
 
-def drive(jobs: list[dict[str, Any]], log: Path | None = None, **env: str) -> list[Any]:
+def drive(
+    jobs: list[dict[str, Any]],
+    log: Path | None = None,
+    *,
+    may_fail: bool = False,
+    **env: str,
+) -> list[Any]:
     """Run jobs in one fresh process.
 
     Args:
         jobs: as JOBS above.
         log: where to write all output of the process.
+        may_fail: a job may end with {"error": message}.
         env: further environment variables.
 
     Returns:
         One list of results for each job.
 
     Raises:
-        RuntimeError: the process ended early; holds the end of its output.
+        RuntimeError: the process ended early (holds the end of its output), or a job
+            failed.
 
     """
     from server import engine_env
@@ -93,6 +101,8 @@ def drive(jobs: list[dict[str, Any]], log: Path | None = None, **env: str) -> li
         raise RuntimeError(f"the engines ended early: {result.stdout[-8000:]}")
     jobs_results = json.loads(lines[-1].removeprefix("RESULTS "))
     for job, results in zip(jobs, jobs_results, strict=True):
+        if not may_fail and results and "error" in (results[-1] or ()):
+            raise RuntimeError(f"{job}: {results[-1]['error']}")
         for i, ((name, *_), result) in enumerate(zip(job["steps"], results)):
             if name == "generate" and "error" not in result:
                 results[i] = [[Step(*step) for step in text] for text in result]
@@ -147,8 +157,12 @@ def _margin(top: dict[int, Any]) -> float:
 
 
 def reload_weights(llm: Any, path: str | None = None) -> None:
-    """Load the weights again in place, from another directory if one is given."""
+    """Load the weights again in place, from another directory if one is given.
+
+    What is cached of earlier prompts came from the weights before.
+    """
     llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+    llm.reset_prefix_cache()
 
 
 def load_format(llm: Any, name: str) -> None:

@@ -14,6 +14,7 @@ Tensors of such a module: `weight` int8 [N, K] and `weight_scale` [N, 1] (block 
 The weight stays int8 in memory in all of them.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import MethodType
@@ -57,12 +58,15 @@ from .parameters import (
     check_all_loaded,
     checkpoint_name,
     logical_rows,
+    mark_loaded,
+    track_loading,
 )
 from .schemes import Scheme
 
 WEIGHT = "weight"
 # torch's CPU kernel reads past the end of shorter rows.
 _CPU_K_ALIGN = 32
+_GPU_N_ALIGN, _GPU_K_ALIGN = 64, 128
 
 
 @register_weight_loader_v2_supported_method
@@ -285,17 +289,24 @@ class _CpuWeightOnlyKernel(_Kernel):
 
 
 class _GpuWeightOnlyKernel(_Kernel):
-    """vLLM's mixed-precision kernels, in the layout of compressed-tensors."""
+    """vLLM's mixed-precision kernels, in the layout of compressed-tensors.
+
+    They take whole tiles (Marlin: 64 rows, 128 inputs); zeros make up the rest.
+    """
 
     def prepare(self, layer: torch.nn.Module) -> None:
         weight, scale = getattr(layer, WEIGHT).data, getattr(layer, SCALE).data
         row = scale.shape[1] == 1
         group = -1 if row else layer.ternary_block_size
         size_n, size_k = weight.shape
-        padding = -size_k % (4 if row else group)
+        padding = -size_k % (_GPU_K_ALIGN if row else math.lcm(group, _GPU_K_ALIGN))
+        pad_n = -size_n % _GPU_N_ALIGN
+        blocks = 1 if row else (size_k + padding) // group
+        scale = F.pad(scale, (0, blocks - scale.shape[1], 0, pad_n))
+        shape = (size_k + padding, size_n + pad_n)
         config = MPLinearLayerConfig(
-            full_weight_shape=(size_k + padding, size_n),
-            partition_weight_shape=(size_k + padding, size_n),
+            full_weight_shape=shape,
+            partition_weight_shape=shape,
             weight_type=scalar_types.uint8b128,
             act_type=layer.ternary_act_dtype,
             group_size=group,
@@ -310,7 +321,7 @@ class _GpuWeightOnlyKernel(_Kernel):
                 f'"row" are usual. {e}'
             ) from None
         # Four weights, offset by 128, little-endian in an int32.
-        packed = F.pad(weight, (0, padding)).view(torch.uint8) ^ 0x80
+        packed = F.pad(weight, (0, padding, 0, pad_n)).view(torch.uint8) ^ 0x80
         packed = packed.contiguous().view(torch.int32)
         delattr(layer, WEIGHT)
         loader: dict[str, Any] = {"weight_loader": _never_loads}
@@ -345,7 +356,11 @@ class _GpuWeightOnlyKernel(_Kernel):
     ) -> torch.Tensor:
         if layer.ternary_int8_padding:
             x = F.pad(x, (0, layer.ternary_int8_padding))
-        return self.kernel.apply_weights(layer, x, bias)
+        size_n = layer.ternary_size_n
+        if size_n % _GPU_N_ALIGN == 0:
+            return self.kernel.apply_weights(layer, x, bias)
+        y = self.kernel.apply_weights(layer, x, None)[:, :size_n]
+        return y.contiguous() if bias is None else y + bias
 
 
 class _W8A8Kernel(_Kernel):
