@@ -12,7 +12,7 @@ from lib.validate import ranks
 from vllm.platforms import current_platform
 
 # Builders of checkpoints that need no vLLM are beside the unit tests.
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "unit")]
 
 
 @pytest.fixture(scope="session", autouse=True)

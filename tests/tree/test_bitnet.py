@@ -2,14 +2,13 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Layers of `bitnet` checkpoints against transformers' own modules, at any cut."""
 
-import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
+from thread_ranks import run_ranks
 from transformers import BitNetQuantConfig
 from transformers.integrations.bitnet import (
     BitLinear,
@@ -38,9 +37,6 @@ from vllm.model_executor.layers.quantization.ternary.bitnet import (
 from vllm.model_executor.layers.quantization.utils import ternary_format as fmt
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.bitnet import SubNorm
-
-sys.path.insert(0, str(Path(__file__).parent))
-from thread_ranks import run_ranks  # noqa: E402
 
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate", "up"]}
 FORMATS = {

@@ -24,7 +24,7 @@ from vllm.model_executor.layers.quantization.utils.ternary_format import (
 )
 from vllm.model_executor.utils import set_weight_attrs
 
-from .parameters import SCALE, checkpoint_name, shard_index
+from .parameters import SCALE, checkpoint_name, mark_loaded, shard_index
 
 INT8_MAX = 127
 MIN_ABS_MAX = 1e-5
@@ -45,7 +45,11 @@ class InputNorm(torch.nn.Module):
             torch.empty(parts, cut.stop - cut.start, dtype=dtype), requires_grad=False
         )
         set_weight_attrs(
-            self.weight, {"weight_loader": partial(_load_norm_weight, layer)}
+            self.weight,
+            {
+                "weight_loader": partial(_load_norm_weight, layer),
+                "ternary_name": "weight",
+            },
         )
 
 
@@ -68,7 +72,7 @@ def _load_norm_weight(
     rows = slice(None) if index is None else slice(index, index + 1)
     cut = layer.ternary_cut
     param.data[rows].copy_(loaded_weight[cut.start : cut.stop])
-    layer.ternary_loaded.setdefault(name, set()).add(shard_id)
+    mark_loaded(layer, name, shard_id)
 
 
 def register_input_norm(

@@ -40,6 +40,8 @@ from .parameters import (
     SCALE,
     checkpoint_name,
     logical_rows,
+    mark_loaded,
+    refuse_load_format,
 )
 from .schemes import (
     UNQUANTIZED,
@@ -171,6 +173,7 @@ class BitNetConfig(TernaryConfig):
     def get_quant_method(
         self, layer: torch.nn.Module, prefix: str
     ) -> QuantizeMethodBase | None:
+        refuse_load_format(self.get_name())
         method: QuantizeMethodBase | None = None
         scheme = UNQUANTIZED
         if isinstance(layer, LinearBase):
@@ -360,7 +363,7 @@ def _load_weight(
         _check_packed(weight, rows, size_k, name)
         packed = unpack_rows(weight, rows, name)
     layer.ternary_layer_loader(layer, param, packed, *shard, **kwargs)
-    _mark_loaded(layer, WEIGHT, shard_id)
+    mark_loaded(layer, WEIGHT, shard_id)
 
 
 def _load_scale(
@@ -401,7 +404,7 @@ def _load_scale(
     if rows is None:  # as many as any shard can need
         rows = layer.output_size
     _load_rows(layer, param, scale, rows, *shard, **kwargs)
-    _mark_loaded(layer, SCALE, shard_id)
+    mark_loaded(layer, SCALE, shard_id)
 
 
 def _load_rows(
@@ -416,11 +419,6 @@ def _load_rows(
     layer.ternary_layer_loader(
         layer, param, scale.view(1, 1).expand(rows, 1), *shard, **kwargs
     )
-
-
-def _mark_loaded(layer: torch.nn.Module, tensor: str, shard_id: Any) -> None:
-    parts = shard_id if isinstance(shard_id, tuple) else (shard_id,)
-    layer.ternary_loaded.setdefault(tensor, set()).update(parts)
 
 
 def _check_packed(weight: torch.Tensor, rows: int, size_k: int, name: str) -> None:

@@ -57,6 +57,7 @@ from .parameters import (
     InputCut,
     check_all_loaded,
     checkpoint_name,
+    cut_rows_with,
     logical_rows,
     mark_loaded,
     track_loading,
@@ -118,9 +119,8 @@ class TernaryInt8LinearMethod(LinearMethodBase):
         layer.ternary_cut = cut
         layer.ternary_scheme = self.scheme
         layer.ternary_packed_modules = self.packed_modules
-        layer.ternary_loaded = {}
+        track_loading(layer, extra_weight_attrs["weight_loader"])
         layer.ternary_tensors = [WEIGHT, SCALE]
-        layer.ternary_layer_loader = extra_weight_attrs["weight_loader"].__func__
         layer.logical_widths = output_partition_sizes
         size_n, size_k = sum(output_partition_sizes), cut.local_size_k
         weight = _Int8Parameter(
@@ -142,6 +142,8 @@ class TernaryInt8LinearMethod(LinearMethodBase):
         layer.ternary_act_dtype = params_dtype
         layer.ternary_size_n, layer.ternary_size_k = size_n, size_k
         layer.ternary_block_size = block_length(size_k, self.scheme.block_size)
+
+    cut_rows_with = staticmethod(cut_rows_with)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         report_of(layer)
@@ -231,8 +233,7 @@ def _load_checked(
             loaded_weight = loaded_weight.float()
         check_scale(loaded_weight, (rows,), size_k, block, values=False, name=name)
     layer.ternary_layer_loader(layer, param, loaded_weight, *shard, **kwargs)
-    parts = shard_id if isinstance(shard_id, tuple) else (shard_id,)
-    layer.ternary_loaded.setdefault(kind, set()).update(parts)
+    mark_loaded(layer, kind, shard_id)
 
 
 class _Kernel(ABC):

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from vllm import _custom_ops as ops
-from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import (
     LinearMethodBase,
     register_weight_loader_v2_supported_method,
@@ -35,12 +34,12 @@ from .parameters import (
     ZERO_POINT,
     check_all_loaded,
     checkpoint_name,
+    cut_rows_with,
     part_names,
     register_parameters,
+    warn_reserved,
 )
 from .schemes import Scheme
-
-logger = init_logger(__name__)
 
 
 @register_weight_loader_v2_supported_method
@@ -95,6 +94,8 @@ class TernaryLinearMethod(LinearMethodBase):
         )
         if self.scheme.input_norm is not None:
             register_input_norm(layer, output_partition_sizes, params_dtype)
+
+    cut_rows_with = staticmethod(cut_rows_with)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         report_of(layer)
@@ -182,19 +183,9 @@ class TernaryLinearMethod(LinearMethodBase):
         for index, rows in enumerate(_row_ranges(sizes)):
             name = checkpoint_name(layer, index)
             part, shape = packed[rows], (rows.stop - rows.start,)
-            reserved = check_codes(
-                part, size_k, strict=self.strict, name=f"{name}.{PACKED}"
-            )
-            if reserved:
-                logger.warning(
-                    "%s.%s: %d of %d weights have the reserved code 3; they are read "
-                    "as 0. Set `strict` in quantization_config to refuse such a "
-                    "checkpoint.",
-                    name,
-                    PACKED,
-                    reserved,
-                    shape[0] * size_k,
-                )
+            tensor = f"{name}.{PACKED}"
+            reserved = check_codes(part, size_k, strict=self.strict, name=tensor)
+            warn_reserved(reserved, shape[0] * size_k, tensor)
             check_scale(scale[rows], shape, size_k, block, name=f"{name}.{SCALE}")
             if zero_point is not None:
                 check_zero_point(

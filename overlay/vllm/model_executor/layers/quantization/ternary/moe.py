@@ -12,7 +12,6 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from vllm.config import get_current_vllm_config_or_none
-from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.activation import (
     apply_moe_activation_supported,
 )
@@ -50,6 +49,8 @@ from .parameters import (
     InputCut,
     checked_tensor,
     loads_no_tensors,
+    not_ternary,
+    warn_reserved,
 )
 from .schemes import (
     UNQUANTIZED,
@@ -62,8 +63,6 @@ from .schemes import (
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExperts
-
-logger = init_logger(__name__)
 
 PROJECTIONS = ("w13", "w2")
 
@@ -173,6 +172,7 @@ class TernaryMoEMethod(FusedMoEMethodBase):
         layer.ternary_loaded = set()
         for projection in PROJECTIONS:
             self._create_projection(layer, projection, num_experts)
+            setattr(layer, f"{projection}_weight", _UnquantizedWeight(layer))
         if self.moe.has_bias:
             rows = {"w13": shards * local, "w2": hidden_size}
             for projection in PROJECTIONS:
@@ -202,6 +202,7 @@ class TernaryMoEMethod(FusedMoEMethodBase):
                 requires_grad=False,
             )
             param.weight_loader = MethodType(_load_expert, layer)
+            param.ternary_name = name
             # What vLLM's loader calls a scale per group of inputs.
             param.quant_method = "group"
             layer.register_parameter(f"{projection}_{name}", param)
@@ -315,18 +316,10 @@ class TernaryMoEMethod(FusedMoEMethodBase):
         """As `TernaryLinearMethod` does: impossible scales, and codes if strict."""
         packed, scale, zero_point = tensors
         name = f"{layer.layer_name}.{projection}"
-        reserved = check_codes(
-            packed, size_k, strict=self.strict, name=f"{name}.{PACKED}"
-        )
-        if reserved:
-            logger.warning(
-                "%s.%s: %d weights have the reserved code 3; they are read as 0. "
-                "Set `strict` in quantization_config to refuse such a checkpoint.",
-                name,
-                PACKED,
-                reserved,
-            )
+        tensor = f"{name}.{PACKED}"
+        reserved = check_codes(packed, size_k, strict=self.strict, name=tensor)
         leading = packed.shape[:-1]
+        warn_reserved(reserved, leading.numel() * size_k, tensor)
         check_scale(scale, leading, size_k, block, name=f"{name}.{SCALE}")
         if zero_point is not None:
             check_zero_point(
@@ -410,6 +403,9 @@ def _load_expert(
     # A reload counts the elements that are copied, to know when a layer is complete:
     # the copies inside the cut are none of the parameter's.
     with _disable_current_modes():
+        if kind == PACKED:
+            part = rows * (cut.stop - cut.start)
+            warn_reserved(cut.reserved_codes(loaded_weight), part, tensor)
         slice_inputs = cut.of_packed if kind == PACKED else cut.of_scale
         part = slice_inputs(loaded_weight)
     param.data[local].copy_(part)
@@ -417,6 +413,23 @@ def _load_expert(
 
 
 _load_expert.supports_moe_loading = True  # type: ignore[attr-defined]
+
+
+class _UnquantizedWeight:
+    """Where vLLM looks for the parameter of an expert that is not ternary."""
+
+    def __init__(self, layer: "RoutedExperts"):
+        self._name = layer.layer_name
+
+    def weight_loader(
+        self, param: Any, loaded_weight: torch.Tensor, **kwargs: Any
+    ) -> bool:
+        """Raises TernaryFormatError, naming the expert."""
+        raise not_ternary(
+            f"{self._name}, expert {kwargs['expert_id']}, {kwargs['shard_id']}",
+            loaded_weight,
+            "convert the model to one module for each expert",
+        )
 
 
 def _check_all_loaded(layer: "RoutedExperts") -> bool:

@@ -8,6 +8,7 @@ along the input dimension are `load_row_parallel_weight` here, because a rank's
 first input may lie inside a byte or inside a block.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from vllm.config import get_current_vllm_config_or_none
+from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -46,14 +48,17 @@ from vllm.model_executor.parameter import (
 
 from .schemes import Scheme
 
+logger = init_logger(__name__)
+
 PACKED = "packed_ternary_weight"
 SCALE = "weight_scale"
 ZERO_POINT = "weight_zero_point"
 TENSORS = (PACKED, SCALE, ZERO_POINT)  # of any layer; a scheme may add a norm
+BIAS = "bias"
 
 _SHARD_INDEX = {"q": 0, "k": 1, "v": 2}
-# Loaders that fill the parameters without calling a weight loader.
-_BYPASSING_LOAD_FORMATS = ("dummy", "sharded_state", "tensorizer")
+# Loaders of what vLLM saved of a loaded model, in the layout of its kernels.
+_SAVED_MODEL_FORMATS = ("sharded_state", "runai_streamer_sharded", "tensorizer")
 
 
 # Layers whose loaders cut as their sizes say; a model's own class may do otherwise.
@@ -101,6 +106,17 @@ class InputCut:
         """This rank's part of a scale or zero point [N, blocks]."""
         packed = torch.empty(0, packed_width(self.size_k), dtype=torch.uint8)
         return self._slice(packed, scale).scale
+
+    def reserved_codes(self, packed: torch.Tensor) -> int:
+        """Reserved codes of this rank that `of_packed` reads as 0, because it cuts
+        inside a byte; others are still there afterwards."""
+        if (self.start - self.lead) % 4 == 0:
+            return 0
+        before, upto = (
+            check_codes(packed[..., : packed_width(k)], k)
+            for k in (self.start, self.stop)
+        )
+        return upto - before
 
     def _slice(self, packed: torch.Tensor, scale: torch.Tensor) -> Any:
         block = "row" if self.block_size == "tensor" else self.block_size
@@ -159,8 +175,7 @@ def register_parameters(
     start = rank * size_k
     cut = InputCut(start, start + size_k, layer.input_size, scheme.block_size)
     layer.ternary_cut = cut
-    layer.ternary_loaded = {}
-    layer.ternary_layer_loader = weight_loader.__func__
+    track_loading(layer, weight_loader)
     width = num_blocks(cut.local_size_k, scheme.block_size)
     tensors: dict[str, tuple[Any, torch.dtype, int]] = {
         PACKED: (TernaryWeightParameter, torch.uint8, packed_width(cut.local_size_k)),
@@ -209,9 +224,24 @@ def _load_checked(
         strict=layer.quant_method.strict,
         name=tensor,
     )
+    if kind == PACKED:
+        cut = layer.ternary_cut
+        part = loaded_weight.shape[0] * (cut.stop - cut.start)
+        warn_reserved(cut.reserved_codes(loaded_weight), part, tensor)
     layer.ternary_layer_loader(layer, param, loaded_weight, *shard, **kwargs)
-    parts = shard_id if isinstance(shard_id, tuple) else (shard_id,)
-    layer.ternary_loaded.setdefault(kind, set()).update(parts)
+    mark_loaded(layer, kind, shard_id)
+
+
+def warn_reserved(count: int, weights: int, name: str) -> None:
+    """Log that a tensor has reserved codes, if it has."""
+    if count:
+        logger.warning(
+            "%s: %d of %d weights have the reserved code 3; they are read as 0. Set "
+            "`strict` in quantization_config to refuse such a checkpoint.",
+            name,
+            count,
+            weights,
+        )
 
 
 def checked_tensor(
@@ -308,7 +338,7 @@ def logical_rows(layer: torch.nn.Module, shard_id: Any) -> int | None:
 
     """
     cutting = next(c for c in type(layer).__mro__ if "weight_loader" in vars(c))
-    if cutting not in _GENERIC_LAYERS:
+    if cutting not in _GENERIC_LAYERS or hasattr(layer, "ternary_own_rows"):
         return None
     if hasattr(layer, "org_vocab_size"):
         return layer.org_vocab_size
@@ -323,6 +353,69 @@ def logical_rows(layer: torch.nn.Module, shard_id: Any) -> int | None:
         return layer.output_size
     parts = shard_id if isinstance(shard_id, tuple) else (shard_id,)
     return sum(layer.output_sizes[i] for i in parts)
+
+
+def track_loading(layer: torch.nn.Module, weight_loader: MethodType) -> None:
+    """Prepare a layer for `mark_loaded` and `check_all_loaded`.
+
+    Args:
+        layer: whose parameters are about to be created.
+        weight_loader: vLLM's loader of the layer, kept as `ternary_layer_loader`.
+
+    """
+    layer.ternary_loaded = {}
+    layer.ternary_layer_loader = weight_loader.__func__
+    # A bias, which vLLM creates later, takes its loader from here.
+    layer.weight_loader = MethodType(_load_bias, layer)
+
+
+def cut_rows_with(layer: torch.nn.Module, loader: Callable[..., None]) -> None:
+    """Let a model's own `loader(param, tensor)` cut the rows of a loaded tensor.
+
+    For models that replace the weight loader of a layer's parameters, as Mamba2 does to
+    repeat its groups on every rank: tensors are still checked first.
+    """
+    layer.ternary_layer_loader = lambda _, param, tensor: loader(param, tensor)
+    layer.ternary_own_rows = True
+
+
+def _load_bias(
+    layer: torch.nn.Module,
+    param: torch.nn.Parameter,
+    loaded_weight: torch.Tensor,
+    *shard: Any,
+    **kwargs: Any,
+) -> None:
+    """Let vLLM load a bias, noting which parts of a fused one came.
+
+    Raises:
+        TernaryFormatError: a tensor for which vLLM found no parameter in the layer.
+
+    """
+    shard_id = shard[0] if shard else kwargs.get("loaded_shard_id")
+    if param is layer:
+        raise not_ternary(checkpoint_name(layer, shard_id), loaded_weight)
+    type(layer).weight_loader(layer, param, loaded_weight, *shard, **kwargs)
+    mark_loaded(layer, BIAS, shard_id)
+
+
+def not_ternary(
+    module: str, tensor: torch.Tensor, convert: str = "convert the model again"
+) -> TernaryFormatError:
+    """The error of a module that is ternary by the settings only."""
+    return TernaryFormatError(
+        module,
+        f"a tensor {dtype_name(tensor.dtype)} {list(tensor.shape)} is stored, which a "
+        "module that quantization_config says is ternary does not have",
+        "If it is the unquantized weight, name the module in modules_to_not_convert "
+        f"or {convert}",
+    )
+
+
+def mark_loaded(layer: torch.nn.Module, tensor: str, shard_id: Any) -> None:
+    """Note that the checkpoint has a tensor of the layer, or of some of its parts."""
+    parts = shard_id if isinstance(shard_id, tuple) else (shard_id,)
+    layer.ternary_loaded.setdefault(tensor, set()).update(parts)
 
 
 def check_all_loaded(layer: torch.nn.Module) -> bool:
@@ -344,9 +437,11 @@ def check_all_loaded(layer: torch.nn.Module) -> bool:
         every = set(range(len(layer.output_sizes)))
     else:
         every = {None}
+    # A bias that is missing as a whole is found by vLLM, where it tracks loading.
+    tensors = [*layer.ternary_tensors, *({BIAS} & loaded.keys())]
     missing = [
         f"{checkpoint_name(layer, part)}.{name}"
-        for name in layer.ternary_tensors
+        for name in tensors
         if None not in loaded.get(name, ())
         for part in sorted(every - loaded.get(name, set()), key=str)
     ]
@@ -361,9 +456,21 @@ def check_all_loaded(layer: torch.nn.Module) -> bool:
 
 
 def loads_no_tensors() -> bool:
-    """Whether the load format fills parameters without a weight loader."""
+    """Whether the parameters are filled at random, without a weight loader."""
+    return _load_format() == "dummy"
+
+
+def refuse_load_format(method: str) -> None:
+    """Raises ValueError for a load format that ternary layers do not have, and why."""
+    if (load_format := _load_format()) in _SAVED_MODEL_FORMATS:
+        raise ValueError(
+            f"load_format is {load_format}, which quantization {method} does not "
+            "support: it reads weights in the layout of the kernels, and ternary "
+            "layers load those of the checkpoint. Leave --load-format out and give "
+            "the checkpoint itself."
+        )
+
+
+def _load_format() -> str | None:
     config = get_current_vllm_config_or_none()
-    return (
-        config is not None
-        and str(config.load_config.load_format) in _BYPASSING_LOAD_FORMATS
-    )
+    return None if config is None else str(config.load_config.load_format)

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Load models one after the other as an engine's worker does, without an engine.
+
+Usage: load_models.py JOBS, where JOBS is a JSON list of
+{"model": directory, "args": {engine arguments}}. The last line begins with "RESULTS "
+and holds, for each job, null or the message of the error that its loading ended with.
+
+As a module: `load_all(jobs)` runs the script in a process of its own, because vLLM's
+groups of ranks belong to a process.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+
+def load_all(jobs: list[dict[str, Any]]) -> list[str | None]:
+    """Load every job's model; None or the message of the error for each.
+
+    Raises:
+        RuntimeError: the process ended early; holds the end of its output.
+
+    """
+    result = subprocess.run(
+        [sys.executable, __file__, json.dumps(jobs)],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    lines = [x for x in result.stdout.splitlines() if x.startswith("RESULTS ")]
+    if not lines:
+        raise RuntimeError(f"the process ended early: {result.stdout[-6000:]}")
+    return json.loads(lines[-1].removeprefix("RESULTS "))
+
+
+def _load(job: dict[str, Any]) -> str | None:
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model
+
+    try:
+        config = EngineArgs(
+            model=job["model"],
+            skip_tokenizer_init=True,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=32,
+            **job.get("args", {}),
+        ).create_engine_config()
+        with set_current_vllm_config(config):
+            # A group for experts is only made where the model has some.
+            parallel_state.destroy_model_parallel()
+            parallel_state.initialize_model_parallel()
+            get_model(vllm_config=config)
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"
+    return None
+
+
+def main() -> None:
+    import tempfile
+
+    import torch
+
+    from vllm.distributed import init_distributed_environment
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    torch.set_num_threads(1)
+    # A CPU worker replaces it, too: there is no accelerator to ask.
+    torch.accelerator.empty_cache = lambda: None
+    with tempfile.NamedTemporaryFile() as meeting:
+        init_distributed_environment(1, 0, f"file://{meeting.name}", 0, "gloo")
+        results = [_load(job) for job in json.loads(sys.argv[1])]
+    print("RESULTS " + json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
