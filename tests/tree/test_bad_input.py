@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import LlamaConfig
 
 from lib.validate.ranks import LayerSpec, tensor_parallel
+from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.ternary.checkpoint_files import (
     check_safetensors_files,
@@ -23,6 +26,10 @@ from vllm.model_executor.layers.quantization.ternary.schemes import (
 from vllm.model_executor.layers.quantization.utils.ternary_format import (
     TernaryFormatError,
     pack,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
 )
 
 N, K = 8, 300
@@ -147,6 +154,69 @@ def test_reserved_codes(caplog: pytest.LogCaptureFixture) -> None:
         load(make_layer(strict=True), tensors)
 
 
+@pytest.mark.parametrize("block_size", [128, "row"])
+def test_reserved_codes_of_a_cut(block_size, caplog: pytest.LogCaptureFixture) -> None:
+    """Every rank counts its own, also where its first weight is inside a byte."""
+    size_k = 270  # 135 for each of two ranks
+    packed = torch.zeros(N, 68, dtype=torch.uint8)
+    packed[1, 0] = 0b00_00_00_11  # weight 0
+    packed[2, 33] = 0b11_11_11_00  # weights 133, 134 and 135
+    packed[5, 67] = 0b11_00_11_00  # weight 269, and one beyond the last
+    scale = torch.ones(N, 3 if block_size == 128 else 1).half()
+    spec = LayerSpec("row", Scheme(block_size=block_size), size_k, (N,))
+    for rank, count in enumerate((3, 2)):
+        caplog.clear()
+        with tensor_parallel(rank, 2):
+            layer = spec.build()
+            for name, x in (("packed_ternary_weight", packed), ("weight_scale", scale)):
+                param = getattr(layer, name)
+                param.weight_loader(param, x)
+            layer.quant_method.process_weights_after_loading(layer)
+        (warning,) = [r.getMessage() for r in caplog.records if "reserved" in r.msg]
+        assert f"{NAME}.packed_ternary_weight: {count} of " in warning
+
+
+@pytest.mark.parametrize("method", ["ternary", "bitnet"])
+@pytest.mark.parametrize(
+    "load_format", ["sharded_state", "runai_streamer_sharded", "tensorizer"]
+)
+def test_load_formats_of_a_saved_model(load_format: str, method: str) -> None:
+    """They hold the kernels' layout, which no ternary layer loads."""
+    config = VllmConfig(device_config=DeviceConfig(device="cpu"))
+    config.load_config.load_format = load_format
+    quantization = get_quantization_config(method).from_config({"quant_method": method})
+    with (
+        set_current_vllm_config(config),
+        tensor_parallel(0, 1),
+        pytest.raises(ValueError, match=f"load_format is {load_format}.*{method}"),
+    ):
+        ColumnParallelLinear(K, N, quant_config=quantization, prefix=NAME)
+
+
+@pytest.mark.parametrize("method", ["ternary", "bitnet"])
+def test_head_that_vllm_unties(method: str) -> None:
+    """A checkpoint may have a head of its own although config.json says it is tied."""
+    model = LlamaConfig(tie_word_embeddings=True)
+    settings = {
+        "ternary": {"module_overrides": {"model.embed_tokens": {"kind": "ternary"}}},
+        "bitnet": {"modules_to_not_convert": []},
+    }
+    quantization = get_quantization_config(method).from_config(
+        {"quant_method": method, **settings[method]}
+    )
+    quantization.maybe_update_config("", hf_config=model)
+    model.tie_word_embeddings = False
+    with tensor_parallel(0, 1):
+        embedding = VocabParallelEmbedding(
+            64, K, quant_config=quantization, prefix="model.embed_tokens"
+        )
+        head = ParallelLMHead(64, K, quant_config=quantization, prefix="lm_head")
+    ternary = [hasattr(x, "packed_ternary_weight") for x in (embedding, head)]
+    # Of bitnet, the head is quantized, and keeps the checkpoint's name of the tensor.
+    assert ternary == [method == "ternary", False]
+    assert head.weight.dtype == (torch.uint8 if method == "bitnet" else torch.float32)
+
+
 @pytest.mark.parametrize(
     "settings,said",
     [
@@ -158,6 +228,12 @@ def test_reserved_codes(caplog: pytest.LogCaptureFixture) -> None:
         ({"zero_point": 1}, "zero_point is 1"),
         ({"activation_bits": 4}, "activation_bits is 4"),
         ({"activation_bits": 8, "zero_point": True}, "zero_point is True"),
+        ({"input_norm": {"name": "n"}}, "input_norm is {'name': 'n'}"),
+        ({"input_norm": {"name": "a.b", "eps": 1e-6}}, "input_norm.name is 'a.b'"),
+        ({"input_norm": {"name": 3, "eps": 1e-6}}, "input_norm.name is 3"),
+        ({"input_norm": {"name": "n", "eps": "1e-6"}}, "input_norm.eps is '1e-6'"),
+        ({"input_norm": {"name": "n", "eps": -1}}, "input_norm.eps is -1"),
+        ({"input_norm": {"name": "n", "eps": True}}, "input_norm.eps is True"),
         ({"scale_dtype": "float8"}, "scale_dtype is 'float8'"),
         ({"strict": "yes"}, "strict is 'yes'"),
         ({"format_version": 2}, "format_version is 2"),

@@ -26,6 +26,7 @@ from .int8 import TernaryInt8LinearMethod
 from .linear import TernaryLinearMethod
 from .load_report import LoadReport
 from .moe import TernaryMoEMethod, expert_schemes
+from .parameters import refuse_load_format
 from .schemes import UNQUANTIZED, Scheme, SchemeTable, TernaryConfigError
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class TernaryConfig(QuantizationConfig):
                 "quantization_config in --hf-overrides."
             )
         self.schemes = schemes
-        self.tied_embeddings = False
+        self.text_config: PreTrainedConfig | None = None
         self.embedding_scheme: Scheme | None = None
         self.report = LoadReport()
 
@@ -97,8 +98,14 @@ class TernaryConfig(QuantizationConfig):
         revision: str | None = None,
     ) -> None:
         check_safetensors_files(model_name)
-        text_config = getattr(hf_config, "text_config", None) or hf_config
-        self.tied_embeddings = bool(getattr(text_config, "tie_word_embeddings", False))
+        if hf_config is not None:
+            self.text_config = hf_config.get_text_config()
+
+    @property
+    def tied_embeddings(self) -> bool:
+        """Whether the head is the embedding, now: vLLM changes the model's config later
+        where the checkpoint has an `lm_head.weight` all the same."""
+        return bool(getattr(self.text_config, "tie_word_embeddings", False))
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: "WeightsMapper") -> None:
         self.schemes.map_names(hf_to_vllm_mapper)
@@ -106,6 +113,7 @@ class TernaryConfig(QuantizationConfig):
     def get_quant_method(
         self, layer: torch.nn.Module, prefix: str
     ) -> QuantizeMethodBase | None:
+        refuse_load_format(self.get_name())
         strict, packed_modules = self.schemes.strict, self.packed_modules_mapping
         method: QuantizeMethodBase | None = None
         if isinstance(layer, LinearBase):

@@ -92,6 +92,15 @@ class Scheme:
                 raise TernaryConfigError(
                     _bad("input_norm", self.input_norm, 'the keys "name" and "eps"')
                 )
+            name, eps = self.input_norm["name"], self.input_norm["eps"]
+            if not isinstance(name, str) or not name.isidentifier():
+                raise TernaryConfigError(
+                    _bad("input_norm.name", name, "the last name of the norm's module")
+                )
+            if isinstance(eps, bool) or not isinstance(eps, (int, float)) or eps < 0:
+                raise TernaryConfigError(
+                    _bad("input_norm.eps", eps, "a number that is not negative")
+                )
             if bits != 8:
                 raise TernaryConfigError(
                     _bad("activation_bits", bits, "8 where input_norm is given")
