@@ -213,11 +213,15 @@ def test_experts_are_converted_and_routers_are_not(tmp_path):
     assert table.scheme("model.layers.1.mlp.experts.1.gate_proj").kind == "ternary"
 
 
-def test_experts_in_one_tensor_are_refused(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "name",
+    ["mlp.experts.down_proj", "mlp.experts.w2.weight", "mlp.output_linear.weight"],
+)
+def test_experts_in_one_tensor_are_refused(name, tmp_path, capsys):
     ternary_source(tmp_path / "in", seed=12)
 
     def change(tensors):
-        tensors["model.layers.0.mlp.experts.down_proj"] = torch.zeros(2, 4, 4)
+        tensors[f"model.layers.0.{name}"] = torch.zeros(2, 4, 4)
 
     build.rewrite(tmp_path / "in", change)
     assert convert(tmp_path / "in", tmp_path / "out") == 1
@@ -355,6 +359,7 @@ def test_transformers_reads_the_config_and_the_rest(tmp_path):
         ("model.layers.2.block_sparse_moe.experts.7.w1", True),
         ("model.layers.2.mlp.gate", False),
         ("model.layers.2.mlp.shared_expert_gate", False),
+        ("model.layers.2.block_sparse_moe.router.layer", False),
         ("model.layers.2.input_layernorm", False),
         ("model.embed_tokens", False),
         ("lm_head", False),

@@ -41,9 +41,20 @@ def is_block_linear(module: str) -> bool:
     return (
         _BLOCK.search(module) is not None
         and last not in _ROUTERS
+        and ".router." not in module
         and not _NOT_LINEAR.search(last)
         and not _OTHER_TOWERS.search(module + ".")
     )
+
+
+_ALL_EXPERTS = re.compile(r"(.*?)\.(?:experts|input_linear|output_linear)\.")
+
+
+def experts_in_one(tensor: str) -> str | None:
+    """Name in vLLM of a layer's experts, if a 3-D tensor of this name holds them all:
+    ``<...>.experts.gate_up_proj``, or ``<...>.input_linear.weight`` of Granite."""
+    match = _ALL_EXPERTS.match(tensor)
+    return f"{match[1]}.experts" if match else None
 
 
 def fused_group(module: str) -> str:

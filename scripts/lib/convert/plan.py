@@ -313,22 +313,23 @@ def _words(decision: Decision) -> str:
 def _module_of(entry: Plain | Weight) -> str:
     """The module that a tensor belongs to; for a layer's experts in one 3-D tensor,
     of which vLLM makes one layer, ``<...>.experts``."""
-    if isinstance(entry, Plain) and _holds_experts(entry):
-        return entry.name.partition(".experts.")[0] + ".experts"
+    if isinstance(entry, Plain) and (experts := _experts_of(entry)):
+        return experts
     return entry.name.rpartition(".")[0]
 
 
-def _holds_experts(entry: Plain) -> bool:
-    return len(entry.spec.shape) == 3 and ".experts." in entry.name
+def _experts_of(entry: Plain) -> str | None:
+    three = len(entry.spec.shape) == 3
+    return names.experts_in_one(entry.name) if three else None
 
 
 def _fused_experts(entry: Plain, patterns: list[str]) -> set[str]:
     """The module of a layer's experts if the tensor holds them all. Raises
     ConversionError unless they are to be left alone: they would stay unquantized
     while vLLM expects them ternary."""
-    if not _holds_experts(entry):
+    module = _experts_of(entry)
+    if module is None:
         return set()
-    module = _module_of(entry)
     if not schemes.matches_not_convert(module, patterns):
         raise ConversionError(
             f"{entry.name}: holds all experts in one tensor {list(entry.spec.shape)}, "
