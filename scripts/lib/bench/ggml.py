@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """llama.cpp's TQ2_0 matmul, through the ggml libraries that a package ships.
 
+`pip install llama-cpp-python` (compiles llama.cpp for this processor, ten minutes) or
 `pip install libggml-python` (prebuilt). ggml's product of TQ2_0 has an AVX2 and a NEON
-form and no other for x86, so a build for a newer processor runs the same code. It
-quantizes x to 8 bits per 256 values: W2A8.
+form and no other for x86. It quantizes x to 8 bits per 256 values: W2A8.
 """
 
 import ctypes
@@ -29,12 +29,22 @@ class _InitParams(ctypes.Structure):
     ]
 
 
+class _Plan(ctypes.Structure):
+    _fields_ = [
+        ("work_size", ctypes.c_size_t),
+        ("work_data", ctypes.c_void_p),
+        # Threads, a pool, callbacks: as the library fills them, in any version.
+        ("rest", ctypes.c_void_p * 14),
+    ]
+
+
 def find_libraries() -> Path | None:
     """The folder of libggml-base.so and libggml-cpu.so, if there is one."""
-    spec = importlib.util.find_spec("libggml")
-    for folder in (spec and spec.submodule_search_locations) or ():
-        if (found := Path(folder, "lib64")).is_dir():
-            return found
+    for package, subfolder in (("llama_cpp", "lib"), ("libggml", "lib64")):
+        spec = importlib.util.find_spec(package)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            if (found := Path(folder, subfolder)).is_dir():
+                return found
     return None
 
 
@@ -83,8 +93,8 @@ class Tq2:
         if self.scratch:
             self.base.ggml_free(self.scratch)
         copies = len(self.weights) if size_m < 64 else 2
-        # Results, the quantized x and the graphs themselves.
-        room = copies * (size_m * self.size_n * 4 + (1 << 18)) + (256 << 20)
+        # Results, x and the graphs themselves.
+        room = copies * (size_m * self.size_n * 4 + (1 << 18)) + (64 << 20)
         self.scratch = self._context(room)
         tensor = self.base.ggml_new_tensor_2d(self.scratch, 0, self.size_k, size_m)
         wide = x.float().contiguous()
@@ -96,9 +106,16 @@ class Tq2:
             product = self.base.ggml_mul_mat(self.scratch, weight, tensor)
             graph = self.base.ggml_new_graph(self.scratch)
             self.base.ggml_build_forward_expand(graph, product)
-            compute = self.cpu.ggml_graph_compute_with_ctx
-            calls.append(partial(compute, self.scratch, graph, self.threads))
+            plan = self.cpu.ggml_graph_plan(graph, self.threads, None)
+            # For the quantized x; the call keeps it alive.
+            work = ctypes.create_string_buffer(max(plan.work_size, 1))
+            plan.work_data = ctypes.addressof(work)
+            calls.append(partial(self._compute, graph, plan, work))
         return calls
+
+    def _compute(self, graph: int, plan: _Plan, work: ctypes.Array) -> None:
+        if status := self.cpu.ggml_graph_compute(graph, ctypes.byref(plan)):
+            raise RuntimeError(f"ggml: status {status}")
 
     def close(self) -> None:
         for context in (self.context, getattr(self, "scratch", None)):
@@ -126,5 +143,7 @@ class Tq2:
         for name, (result, arguments) in signatures.items():
             function = getattr(self.base, name)
             function.restype, function.argtypes = result, arguments
-        compute = self.cpu.ggml_graph_compute_with_ctx
-        compute.restype, compute.argtypes = integer, [pointer, pointer, integer]
+        plan = self.cpu.ggml_graph_plan
+        plan.restype, plan.argtypes = _Plan, [pointer, integer, pointer]
+        compute = self.cpu.ggml_graph_compute
+        compute.restype, compute.argtypes = integer, [pointer, ctypes.POINTER(_Plan)]
