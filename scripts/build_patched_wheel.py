@@ -53,7 +53,7 @@ def parse_arguments() -> argparse.Namespace:
         action="store_true",
         help="source: configure vLLM's CMake build and compile only _ternary_C with it",
     )
-    parser.add_argument("--jobs", type=int, help="compilers at once, default: as fits")
+    parser.add_argument("--jobs", help="compilers at once, default: as fits")
     parser.add_argument(
         "--torch-cpu-index",
         default=os.environ.get("TORCH_CPU_INDEX", ""),
@@ -75,7 +75,7 @@ def main() -> int:
         extension.parse_archs(arguments.cuda_archs),
         arguments.wheel,
         arguments.offline,
-        arguments.jobs,
+        extension.parse_jobs(arguments.jobs),
         arguments.torch_cpu_index,
     )
     if arguments.build == "repack":

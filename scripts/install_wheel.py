@@ -5,7 +5,8 @@
 For the tests, and for whoever serves on a CPU. It is `pip install WHEEL` but for two
 things: torch's CPU build may come from another index, and torchvision, torchaudio and
 torchcodec are left away, which only multimodal models need and whose builds on a
-package index are for CUDA. Does nothing if the same file is installed already.
+package index are for CUDA. Does nothing if the same file is installed already. Needs
+pip, and no other package.
 """
 
 import argparse
@@ -13,15 +14,14 @@ import os
 import sys
 from pathlib import Path
 
-from lib.errors import BUILD_PYTHON, BuildError, missing_module
+from lib.errors import INSTALL_PYTHON, BuildError, missing_module
 
 try:
-    from packaging.requirements import Requirement
-
-    from lib import cli, install
+    from lib import install, status
     from lib.project import Project
+    from lib.pypa import Requirement
 except ModuleNotFoundError as error:
-    sys.exit(missing_module(error, BUILD_PYTHON))
+    sys.exit(missing_module(error, INSTALL_PYTHON))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -58,4 +58,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    status.run(main)

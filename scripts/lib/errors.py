@@ -5,6 +5,7 @@
 import sys
 
 BUILD_PYTHON = "Run the script with .venv/bin/python, which `make verify` sets up."
+INSTALL_PYTHON = "Run the script with the Python to install into, which needs pip."
 VLLM_PYTHON = "Run the script with the Python that the patched wheel is installed in."
 
 

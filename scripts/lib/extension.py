@@ -18,10 +18,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.cli import progress
 from lib.errors import BuildError
 from lib.sources import sha256_file
-from lib.toolchain import Cxx, Nvcc, Torch
+from lib.status import progress
+from lib.toolchain import Cxx, Nvcc, Torch, output_of
 
 MODULE = "_ternary_C"
 LIBRARY = f"{MODULE}.abi3.so"
@@ -122,6 +122,18 @@ def build(
     return Built(library, len(units), len(stale))
 
 
+def parse_jobs(text: str | None) -> int | None:
+    """The number of compilers at once; None stands for `default_jobs`."""
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise BuildError(
+            f"JOBS={text}: give a whole number from 1 on, or leave it out for as many "
+            "compilers as cores and memory allow"
+        )
+    return int(text)
+
+
 def default_jobs() -> int:
     """As many compilers at once as cores and free memory allow."""
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
@@ -215,7 +227,8 @@ def _compile(unit: Unit, objects: Path, csrc: Path, stop: threading.Event) -> No
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise BuildError(
-            f"csrc/{unit.name} does not compile:\n$ {' '.join(command)}\n{done.stderr}"
+            f"csrc/{unit.name} does not compile:\n$ {' '.join(command)}\n"
+            + output_of(done)
         )
     files = depfile.read_text().replace("\\\n", " ").partition(":")[2].split()
     # Headers of torch, CUDA and Python are held by the tools' versions in the key.
@@ -243,7 +256,7 @@ def _link(
     command += ["-Wl,--hash-style=gnu", "-Wl,-z,relro", "-Wl,-z,noexecstack"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise BuildError(f"{LIBRARY} does not link:\n{done.stderr}")
+        raise BuildError(f"{LIBRARY} does not link:\n{output_of(done)}")
 
 
 def _size(unit: Unit) -> int:

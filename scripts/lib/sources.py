@@ -9,7 +9,6 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib import index
 from lib.errors import BuildError
 
 SDIST = "sdist"
@@ -108,6 +107,8 @@ def fetch(source: Source, *, offline: bool = False) -> Path:
             f"{source.file} is not in the cache ({path.parent}), and --offline forbids "
             "to download it. Run once without, or copy the file there."
         )
+    from lib import index  # with packages that only a download needs
+
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     config = index.read_pip_config()

@@ -18,9 +18,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from packaging.version import Version
-
 from lib.errors import BuildError
+from lib.pypa import Version
 
 # The first torch whose stable ABI has all that the extension uses.
 MINIMUM_TORCH = Version("2.11")
@@ -79,7 +78,16 @@ def find_cxx() -> Cxx:
             f"no C++ compiler: {name} was not found. Install g++ 11 or newer, or name "
             "one in CXX="
         )
-    return Cxx(path, _output([path, "--version"]).splitlines()[0])
+    remedy = "Install g++ 11 or newer, or name it in CXX="
+    try:
+        version = _output([path, "--version"]).splitlines()
+    except BuildError as error:
+        raise BuildError(f"{name} is no C++ compiler: {error}\n{remedy}") from None
+    if not version:
+        raise BuildError(
+            f"{name} is no C++ compiler: `{path} --version` prints nothing. {remedy}"
+        )
+    return Cxx(path, version[0])
 
 
 def python_include() -> Path:
@@ -205,5 +213,11 @@ def _output(command: list[str]) -> str:
     except OSError as error:
         raise BuildError(f"{command[0]}: {error}") from None
     if done.returncode:
-        raise BuildError(f"`{' '.join(command)}` failed:\n{done.stderr}")
+        raise BuildError(f"`{' '.join(command)}` failed:\n{output_of(done)}")
     return done.stdout + done.stderr
+
+
+def output_of(done: subprocess.CompletedProcess[str]) -> str:
+    """What a command that failed printed, or its exit status if that is nothing."""
+    text = "\n".join(x for x in (done.stdout.strip(), done.stderr.strip()) if x)
+    return text or f"(no output; exit status {done.returncode})"

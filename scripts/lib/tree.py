@@ -20,9 +20,9 @@ from pathlib import Path
 import git
 
 from lib import series, sources
-from lib.cli import progress
 from lib.errors import BuildError
 from lib.project import Project, digest_files, list_files
+from lib.status import progress
 
 STATE = "layers.json"
 UPDATING = "layers.updating"

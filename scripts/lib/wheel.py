@@ -22,17 +22,12 @@ from email.parser import HeaderParser
 from pathlib import Path
 from typing import Any
 
-from packaging.utils import (
-    InvalidWheelFilename,
-    canonicalize_name,
-    parse_wheel_filename,
-)
-
 from lib import series, sources
-from lib.cli import progress
 from lib.errors import BuildError
 from lib.extension import LIBRARY
 from lib.project import Project
+from lib.pypa import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+from lib.status import progress
 from lib.zipcopy import ZipCopier
 
 MANIFEST = "ternary.json"
@@ -49,6 +44,8 @@ class Contents:
 
 def check_input(path: Path, source: sources.Source, version: str) -> None:
     """Raise BuildError unless `path` is the pinned wheel `source` of `version`."""
+    if path.is_dir():
+        raise BuildError(f"{path}: is a folder; give the file {source.file}")
     if not path.is_file():
         raise BuildError(f"{path}: no such file")
     try:

