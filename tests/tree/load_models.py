@@ -3,8 +3,9 @@
 """Load models one after the other as an engine's worker does, without an engine.
 
 Usage: load_models.py JOBS, where JOBS is a JSON list of
-{"model": directory, "args": {engine arguments}}. The last line begins with "RESULTS "
-and holds, for each job, null or the message of the error that its loading ended with.
+{"model": directory, "args": {engine arguments}, "read": name of a linear layer}. The
+last line begins with "RESULTS " and holds, for each job, the message of the error that
+its loading ended with, or the layer's weight [N, K], or null if none was asked for.
 
 As a module: `load_all(jobs)` runs the script in a process of its own, because vLLM's
 groups of ranks belong to a process.
@@ -17,8 +18,8 @@ import sys
 from typing import Any
 
 
-def load_all(jobs: list[dict[str, Any]]) -> list[str | None]:
-    """Load every job's model; None or the message of the error for each.
+def load_all(jobs: list[dict[str, Any]]) -> list[Any]:
+    """Load every job's model; a result as above for each.
 
     Raises:
         RuntimeError: the process ended early; holds the end of its output.
@@ -37,7 +38,9 @@ def load_all(jobs: list[dict[str, Any]]) -> list[str | None]:
     return json.loads(lines[-1].removeprefix("RESULTS "))
 
 
-def _load(job: dict[str, Any]) -> str | None:
+def _load(job: dict[str, Any]) -> Any:
+    import torch
+
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.engine.arg_utils import EngineArgs
@@ -56,10 +59,15 @@ def _load(job: dict[str, Any]) -> str | None:
             # A group for experts is only made where the model has some.
             parallel_state.destroy_model_parallel()
             parallel_state.initialize_model_parallel()
-            get_model(vllm_config=config)
+            model = get_model(vllm_config=config)
     except Exception as e:
         return f"{type(e).__name__}: {e}"
-    return None
+    if "read" not in job:
+        return None
+    # The parameter itself may be in the layout of a kernel.
+    layer = model.get_submodule(job["read"])
+    out = layer(torch.eye(layer.input_size))
+    return (out[0] if isinstance(out, tuple) else out).t().tolist()
 
 
 def main() -> None:

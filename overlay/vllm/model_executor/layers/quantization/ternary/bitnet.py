@@ -121,6 +121,8 @@ class BitNetConfig(TernaryConfig):
 
     """
 
+    reads_head_rows = False
+
     def __init__(
         self,
         schemes: SchemeTable | None = None,

@@ -45,6 +45,9 @@ class TernaryConfig(QuantizationConfig):
 
     """
 
+    # Of an embedding or head, which rerankers are made from.
+    reads_head_rows = True
+
     def __init__(self, schemes: SchemeTable | None = None):
         super().__init__()
         if schemes is None:
