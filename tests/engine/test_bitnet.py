@@ -3,8 +3,6 @@
 """BitNet checkpoints served as they are, against transformers on the same files."""
 
 import json
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +19,8 @@ from bitnet_models import (
 )
 from plain_decoders import PlainDecoder
 from safetensors.torch import save_file
-from server import DEVICE, DTYPE, GPU_MEMORY, engine_env, serve
+from score_tokens import score
+from server import DTYPE, serve
 from transformers import (
     AutoModel,
     BitNetConfig,
@@ -98,42 +97,23 @@ class Answers:
     logprobs: torch.Tensor
 
 
-def score(pairs: dict[str, BitNetPair], tp: int, folder: Path) -> dict[str, Answers]:
+def score_pairs(
+    pairs: dict[str, BitNetPair], tp: int, folder: Path
+) -> dict[str, Answers]:
     """Run an engine for each checkpoint, one after the other."""
-    engine = {"dtype": DTYPE, "tensor_parallel_size": tp, **GPU_MEMORY}
-    jobs = [
-        {
-            "model": str(pair.folder),
-            "prompts": prompts(),
-            "steps": STEPS,
-            "out": str(folder / f"{name}.pt"),
-            "engine": engine,
-        }
-        for name, pair in pairs.items()
-    ]
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    if DEVICE == "cpu" and tp > 1:
-        env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(tp)))
-    script = Path(__file__).parent / "score_tokens.py"
-    result = subprocess.run(
-        [sys.executable, str(script), str(folder / "jobs.json")],
-        env=engine_env(**env),
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
-    return {name: Answers(**torch.load(folder / f"{name}.pt")) for name in pairs}
+    models = {name: pair.folder for name, pair in pairs.items()}
+    found = score(models, prompts(), STEPS, tp, folder)
+    return {name: Answers(**scores) for name, scores in found.items()}
 
 
 @pytest.fixture(scope="module")
 def one_rank(pairs, tmp_path_factory) -> dict[str, Answers]:
-    return score(pairs, 1, tmp_path_factory.mktemp("one"))
+    return score_pairs(pairs, 1, tmp_path_factory.mktemp("one"))
 
 
 @pytest.fixture(scope="module")
 def two_ranks(pairs, tmp_path_factory) -> dict[str, Answers]:
-    return score(pairs, 2, tmp_path_factory.mktemp("two"))
+    return score_pairs(pairs, 2, tmp_path_factory.mktemp("two"))
 
 
 # Two computations of an activation that differ in the last bit of float32 can round it

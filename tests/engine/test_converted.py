@@ -3,10 +3,9 @@
 """Checkpoints of other formats, converted, served, and compared with the format's
 own runtime on the file that was converted."""
 
-import json
-import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,7 +14,8 @@ import pytest
 import torch
 from bitnet_models import VOCABULARY, write_bitnet, write_tokenizer
 from mlx_lm.utils import load_model
-from server import DTYPE, GPU_MEMORY, engine_env
+from score_tokens import Scores, score
+from server import DEVICE, DTYPE, serve
 from transformers import AutoModelForCausalLM, BitNetQuantConfig, LlamaConfig
 
 ROOT = Path(__file__).parents[2]
@@ -128,38 +128,33 @@ def eager_transformers():
     torch.compiler.set_stance("default")
 
 
+@dataclass
+class Converted:
+    """Converted checkpoints, and what their formats' own runtimes say."""
+
+    folders: dict[str, Path]
+    references: dict[str, Logprobs]
+
+
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory) -> dict[str, tuple[Logprobs, dict[str, torch.Tensor]]]:
-    """For each format: the reference, and tokens [8, STEPS] and logprobs
-    [8, STEPS, VOCABULARY] of the engine on the converted checkpoint."""
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Converted:
     folder = tmp_path_factory.mktemp("converted")
-    references, jobs = {}, []
+    made = Converted({}, {})
     for maker in MAKERS:
         name = maker.__name__
         (folder / name).mkdir()
-        model, references[name] = maker(folder / name)
-        out = str(folder / f"{name}.pt")
-        job = {"model": str(model), "prompts": prompts(), "steps": STEPS, "out": out}
-        jobs.append(job | {"engine": {"dtype": DTYPE, **GPU_MEMORY}})
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    script = Path(__file__).parent / "score_tokens.py"
-    result = subprocess.run(
-        [sys.executable, str(script), str(folder / "jobs.json")],
-        env=engine_env(VLLM_ENABLE_V1_MULTIPROCESSING="0"),
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
-    loaded = {name: torch.load(folder / f"{name}.pt") for name in NAMES}
-    return {name: (references[name], loaded[name]) for name in NAMES}
+        made.folders[name], made.references[name] = maker(folder / name)
+    return made
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_logprobs_equal_those_of_the_formats_own_runtime(name, answers):
-    reference, found = answers[name]
-    assert found["tokens"].shape == (8, STEPS)
-    # A model stuck on one token would agree with anything.
-    assert len(found["tokens"].unique()) > 12
+@pytest.fixture(scope="module")
+def answers(converted: Converted, tmp_path_factory) -> dict[str, Scores]:
+    folder = tmp_path_factory.mktemp("one")
+    return score(converted.folders, prompts(), STEPS, 1, folder)
+
+
+def assert_agrees(name: str, reference: Logprobs, found: Scores) -> None:
+    """The engine's log-probabilities along its text are the reference's."""
     worst = []
     for prompt, tokens, have in zip(prompts(), found["tokens"], found["logprobs"]):
         want = reference(prompt + tokens.tolist())[len(prompt) - 1 : -1]
@@ -170,3 +165,47 @@ def test_logprobs_equal_those_of_the_formats_own_runtime(name, answers):
         assert off.median() < TOLERANCE and off.max() < 0.5
     else:
         assert off.max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logprobs_equal_those_of_the_formats_own_runtime(
+    name: str, converted: Converted, answers: dict[str, Scores]
+) -> None:
+    found = answers[name]
+    assert found["tokens"].shape == (8, STEPS)
+    # A model stuck on one token would agree with anything.
+    assert len(found["tokens"].unique()) > 12
+    assert_agrees(name, converted.references[name], found)
+
+
+@pytest.mark.skipif(
+    DEVICE == "cuda" and torch.cuda.device_count() < 2, reason="needs two GPUs"
+)
+def test_two_ranks(
+    converted: Converted, answers: dict[str, Scores], tmp_path: Path
+) -> None:
+    """Fused layers of which each rank has a part; blocks of 256 and whole tensors."""
+    models = {name: converted.folders[name] for name in ("gguf_tq2_0", "bitnet")}
+    for name, found in score(models, prompts(), STEPS, 2, tmp_path).items():
+        assert_agrees(name, converted.references[name], found)
+        if DTYPE == "float32":
+            assert torch.equal(found["tokens"], answers[name]["tokens"])
+
+
+def test_bert_from_gguf(tmp_path: Path) -> None:
+    """An embedding model: the converted file served, against the weights put in."""
+    model = build.tiny_model("bert", 56, **SIZES)
+    build.make_ternary(model, 56, 256)
+    encode = build.projections_as(build.GGML.TQ2_0)
+    path = build.GgufBuilder(model, encode).write(tmp_path / "bert.gguf")
+    write_tokenizer(tmp_path / "tokenizer")
+    folder = convert(path, "--tokenizer", tmp_path / "tokenizer", "--dtype", DTYPE)
+    arguments = ("--runner", "pooling")
+    with serve(folder, tmp_path / "server.log", *arguments) as client:
+        answer = client.embeddings.create(model="model", input=prompts())
+    for prompt, item in zip(prompts(), answer.data, strict=True):
+        with torch.no_grad():
+            hidden = model(torch.tensor([prompt])).last_hidden_state[0]
+        want, have = hidden.mean(0), torch.tensor(item.embedding)
+        cosine = torch.nn.functional.cosine_similarity(have, want, dim=0)
+        assert cosine > (0.99999 if DTYPE == "float32" else 0.999)
