@@ -182,7 +182,7 @@ def test_expert_parallel(ep: int) -> None:
     )
 
 
-@pytest.mark.parametrize("compute", ["_compute_gathered", "_compute_masked"])
+@pytest.mark.parametrize("compute", ["gathered", "masked"])
 @pytest.mark.parametrize("zero_point", [False, True])
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_paths_of_cuda_graphs(
@@ -193,7 +193,8 @@ def test_paths_of_cuda_graphs(
     seed = tokens + 10 * zero_point
     experts = Experts(seed, 150, lambda _: scheme)
     x, weights, ids = routing(tokens, seed)
-    monkeypatch.setattr(moe_forward, "_compute_routed", getattr(moe_forward, compute))
+    way = getattr(moe_forward._Experts, compute)
+    monkeypatch.setattr(moe_forward._Experts, "routed", way)
     parts = []
     for rank in range(2):  # expert parallel, so that some routes lead elsewhere
         layer = make_layer(SchemeTable(scheme), 150, ep=(rank, 2))
@@ -210,14 +211,11 @@ def test_masked_path_ignores_overflow() -> None:
     x[0, 0] = float("inf")
     ids[:, :] = torch.tensor([[0, 1], [2, 3], [3, 4]])
     method = layer.quant_method
-    found = moe_forward._compute_masked(
-        x,
-        weights,
-        ids,
+    found = moe_forward._Experts(
         method.projection(layer, "w13"),
         method.projection(layer, "w2"),
         moe_forward._Activation(MoEActivation.SILU, None),
-    )
+    ).masked(x, weights, ids)
     assert not found[0].isfinite().all()
     close(found[1:], experts.forward(x[1:], weights[1:], ids[1:]))
 

@@ -15,11 +15,6 @@ from vllm.model_executor.layers.linear import (
     LinearMethodBase,
     register_weight_loader_v2_supported_method,
 )
-from vllm.model_executor.layers.quantization.utils.ternary_format import (
-    check_codes,
-    check_scale,
-    check_zero_point,
-)
 from vllm.model_executor.layers.quantization.utils.ternary_layout import (
     decode_layout,
     encode_layout,
@@ -33,11 +28,11 @@ from .parameters import (
     SCALE,
     ZERO_POINT,
     check_all_loaded,
+    check_values,
     checkpoint_name,
     cut_rows_with,
     part_names,
     register_parameters,
-    warn_reserved,
 )
 from .schemes import Scheme
 
@@ -169,28 +164,21 @@ class TernaryLinearMethod(LinearMethodBase):
         scale: torch.Tensor,
         zero_point: torch.Tensor | None,
     ) -> None:
-        """Refuse impossible scales and, if strict, reserved codes.
-
-        Raises:
-            TernaryFormatError: names the tensor, the row and block, and the value.
-
-        """
+        """Check the values of each part, under its name in the checkpoint."""
         names = part_names(layer)
         sizes = layer.ternary_part_sizes
         if len(names) != len(sizes):
             sizes = [packed.shape[0]]
-        size_k, block = layer.ternary_size_k, layer.ternary_block_size
         for index, rows in enumerate(_row_ranges(sizes)):
-            name = checkpoint_name(layer, index)
-            part, shape = packed[rows], (rows.stop - rows.start,)
-            tensor = f"{name}.{PACKED}"
-            reserved = check_codes(part, size_k, strict=self.strict, name=tensor)
-            warn_reserved(reserved, shape[0] * size_k, tensor)
-            check_scale(scale[rows], shape, size_k, block, name=f"{name}.{SCALE}")
-            if zero_point is not None:
-                check_zero_point(
-                    zero_point[rows], shape, size_k, block, name=f"{name}.{ZERO_POINT}"
-                )
+            check_values(
+                packed[rows],
+                scale[rows],
+                None if zero_point is None else zero_point[rows],
+                layer.ternary_size_k,
+                layer.ternary_block_size,
+                strict=self.strict,
+                name=checkpoint_name(layer, index),
+            )
 
 
 def _row_ranges(sizes: list[int]) -> list[slice]:

@@ -26,9 +26,6 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import (
 from vllm.model_executor.layers.quantization.utils.ternary_format import (
     TernaryFormatError,
     block_length,
-    check_codes,
-    check_scale,
-    check_zero_point,
     num_blocks,
     packed_width,
 )
@@ -47,6 +44,7 @@ from .parameters import (
     TENSORS,
     ZERO_POINT,
     InputCut,
+    check_values,
     checked_tensor,
     loads_no_tensors,
     not_ternary,
@@ -224,7 +222,8 @@ class TernaryMoEMethod(FusedMoEMethodBase):
             size_k = layer.ternary_cuts[projection].local_size_k
             block = block_length(size_k, self.schemes[projection].block_size)
             if loaded:
-                self._check_values(layer, projection, tensors, size_k, block)
+                name = f"{layer.layer_name}.{projection}"
+                check_values(*tensors, size_k, block, strict=self.strict, name=name)
             else:
                 tensors[1].abs_()
             bits = self.schemes[projection].activation_bits
@@ -304,27 +303,6 @@ class TernaryMoEMethod(FusedMoEMethodBase):
             torch.stack(scale).to(getattr(torch, self.schemes[projection].scale_dtype)),
             None if p.zero_point is None else torch.stack(zero_point),
         )
-
-    def _check_values(
-        self,
-        layer: "RoutedExperts",
-        projection: str,
-        tensors: list[Any],
-        size_k: int,
-        block: int,
-    ) -> None:
-        """As `TernaryLinearMethod` does: impossible scales, and codes if strict."""
-        packed, scale, zero_point = tensors
-        name = f"{layer.layer_name}.{projection}"
-        tensor = f"{name}.{PACKED}"
-        reserved = check_codes(packed, size_k, strict=self.strict, name=tensor)
-        leading = packed.shape[:-1]
-        warn_reserved(reserved, leading.numel() * size_k, tensor)
-        check_scale(scale, leading, size_k, block, name=f"{name}.{SCALE}")
-        if zero_point is not None:
-            check_zero_point(
-                zero_point, leading, size_k, block, name=f"{name}.{ZERO_POINT}"
-            )
 
 
 def _tensor(layer: torch.nn.Module, projection: str, name: str) -> Any:

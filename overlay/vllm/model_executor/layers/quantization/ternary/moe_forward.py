@@ -240,24 +240,26 @@ def _ternary_experts(
     situ_beta: float | None,
     situ_linear_beta: float | None,
 ) -> torch.Tensor:
-    up = Projection(w13, w13_scale, w13_zero_point, w13_bias, *w13_sizes)
-    down = Projection(w2, w2_scale, w2_zero_point, w2_bias, *w2_sizes)
-    act = _Activation(
-        MoEActivation(activation),
-        ApplyMoEActivationConfig(clamp_limit, alpha, beta, situ_beta, situ_linear_beta),
+    activation_config = ApplyMoEActivationConfig(
+        clamp_limit, alpha, beta, situ_beta, situ_linear_beta
+    )
+    local = _Experts(
+        Projection(w13, w13_scale, w13_zero_point, w13_bias, *w13_sizes),
+        Projection(w2, w2_scale, w2_zero_point, w2_bias, *w2_sizes),
+        _Activation(MoEActivation(activation), activation_config),
     )
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     crowded = topk_ids.numel() >= _ROUTES_FOR_OWN * w13.shape[0]
-    compute: Callable[..., torch.Tensor]
-    if x.is_cuda and (capturing or not crowded) and up.grouped and down.grouped:
-        compute = _compute_grouped
+    grouped = local.up.grouped and local.down.grouped
+    if x.is_cuda and (capturing or not crowded) and grouped:
+        compute = local.grouped
     elif not capturing:
-        compute = _compute_routed
+        compute = local.routed
     elif _GATHER_TRAFFIC * topk_ids.numel() <= w13.shape[0]:
-        compute = _compute_gathered
+        compute = local.gathered
     else:
-        compute = _compute_masked
-    return compute(x, topk_weights.float(), topk_ids.long(), up, down, act).to(x.dtype)
+        compute = local.masked
+    return compute(x, topk_weights.float(), topk_ids.long()).to(x.dtype)
 
 
 def _ternary_experts_fake(
@@ -290,96 +292,86 @@ class _Activation:
         )
 
 
-def _compute_routed(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    experts: torch.Tensor,
-    up: Projection,
-    down: Projection,
-    act: _Activation,
-) -> torch.Tensor:
-    """The experts that have tokens, each on its tokens; float32 [M, H]."""
-    top_k = experts.shape[1]
-    flat = experts.flatten()
-    order = flat.argsort(stable=True)
-    # Slot 0 counts the routes to experts of other ranks, numbered -1.
-    counts = torch.bincount(flat + 1, minlength=up.weight.shape[0] + 1).tolist()
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    weights = weights.flatten()
-    start = counts[0]
-    for expert, count in enumerate(counts[1:]):
-        if count == 0:
-            continue
-        routes = order[start : start + count]
-        start += count
-        tokens = routes // top_k
-        y = down.matmul(act(up.matmul(x[tokens], expert)), expert)
-        out.index_add_(0, tokens, y.float() * weights[routes].unsqueeze(1))
-    return out
+@dataclass(frozen=True)
+class _Experts:
+    """The local experts, and the four ways to compute their part of the sum.
 
+    All take x [M, H], the routes' weights float32 [M, T], and their experts int64
+    [M, T] by local number, -1 for those of other ranks.
+    """
 
-def _compute_grouped(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    experts: torch.Tensor,
-    up: Projection,
-    down: Projection,
-    act: _Activation,
-) -> torch.Tensor:
-    """All experts in one launch for each projection; float32 [M, H]."""
-    local, top_k = up.weight.shape[0], experts.shape[1]
-    # Routes to experts of other ranks, numbered -1, are sorted as one more expert.
-    order, owners, used = moe_align_block_size(
-        torch.where(experts < 0, local, experts).int(),
-        _BLOCK,
-        local + 1,
-        pad_sorted_ids=True,
-    )
-    blocks = (order, torch.where(owners >= local, -1, owners), used)
-    hidden = act(up.matmul_grouped(x, blocks, top_k, None))
-    y = down.matmul_grouped(hidden, blocks, 1, weights.flatten())
-    return y.view(*experts.shape, -1).float().sum(1)
+    up: Projection
+    down: Projection
+    act: _Activation
 
+    def routed(
+        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
+    ) -> torch.Tensor:
+        """The experts that have tokens, each on its tokens; float32 [M, H]."""
+        top_k = experts.shape[1]
+        flat = experts.flatten()
+        order = flat.argsort(stable=True)
+        # Slot 0 counts the routes to experts of other ranks, numbered -1.
+        slots = self.up.weight.shape[0] + 1
+        counts = torch.bincount(flat + 1, minlength=slots).tolist()
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        weights = weights.flatten()
+        start = counts[0]
+        for expert, count in enumerate(counts[1:]):
+            if count == 0:
+                continue
+            routes = order[start : start + count]
+            start += count
+            tokens = routes // top_k
+            y = self.down.matmul(self.act(self.up.matmul(x[tokens], expert)), expert)
+            out.index_add_(0, tokens, y.float() * weights[routes].unsqueeze(1))
+        return out
 
-def _compute_gathered(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    experts: torch.Tensor,
-    up: Projection,
-    down: Projection,
-    act: _Activation,
-) -> torch.Tensor:
-    """Token by token, all its experts in one GEMM; float32 [M, H]."""
-    weights = weights.masked_fill(experts < 0, 0.0)
-    experts = experts.clamp(min=0)
-    rows = []
-    for token in range(x.shape[0]):
-        chosen = experts[token]
-        hidden = act(up.matmul_gathered(x[token : token + 1], chosen)[0])
-        # Expert t is asked for its own hidden row only: the diagonal of [T, T, N].
-        y = down.matmul_gathered(hidden, chosen).diagonal(dim1=0, dim2=1).t()
-        kept = weights[token].unsqueeze(1)
-        rows.append(torch.where(kept == 0, 0.0, y.float() * kept).sum(0))
-    return torch.stack(rows)
+    def grouped(
+        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
+    ) -> torch.Tensor:
+        """All experts in one launch for each projection; float32 [M, H]."""
+        local, top_k = self.up.weight.shape[0], experts.shape[1]
+        # Routes to experts of other ranks, numbered -1, are sorted as one more expert.
+        order, owners, used = moe_align_block_size(
+            torch.where(experts < 0, local, experts).int(),
+            _BLOCK,
+            local + 1,
+            pad_sorted_ids=True,
+        )
+        blocks = (order, torch.where(owners >= local, -1, owners), used)
+        hidden = self.act(self.up.matmul_grouped(x, blocks, top_k, None))
+        y = self.down.matmul_grouped(hidden, blocks, 1, weights.flatten())
+        return y.view(*experts.shape, -1).float().sum(1)
 
+    def gathered(
+        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
+    ) -> torch.Tensor:
+        """Token by token, all its experts in one GEMM; float32 [M, H]."""
+        weights = weights.masked_fill(experts < 0, 0.0)
+        experts = experts.clamp(min=0)
+        rows = []
+        for token in range(x.shape[0]):
+            chosen = experts[token]
+            hidden = self.act(self.up.matmul_gathered(x[token : token + 1], chosen)[0])
+            # Expert t is asked for its own hidden row only: the diagonal of [T, T, N].
+            y = self.down.matmul_gathered(hidden, chosen).diagonal(dim1=0, dim2=1).t()
+            kept = weights[token].unsqueeze(1)
+            rows.append(torch.where(kept == 0, 0.0, y.float() * kept).sum(0))
+        return torch.stack(rows)
 
-def _compute_masked(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    experts: torch.Tensor,
-    up: Projection,
-    down: Projection,
-    act: _Activation,
-) -> torch.Tensor:
-    """Every local expert on every token, masked by the routing; float32 [M, H]."""
-    local = up.weight.shape[0]
-    # Column 0 takes the routes to experts of other ranks, numbered -1.
-    dense = torch.zeros(x.shape[0], local + 1, dtype=torch.float32, device=x.device)
-    dense.scatter_add_(1, experts + 1, weights)
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in range(local):
-        y = down.matmul(act(up.matmul(x, expert)), expert)
-        kept = dense[:, expert + 1 : expert + 2]
-        # An expert may overflow on tokens that are not its own: no 0 * inf.
-        out += torch.where(kept == 0, 0.0, y.float() * kept)
-    return out
+    def masked(
+        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
+    ) -> torch.Tensor:
+        """Every local expert on every token, masked by the routing; float32 [M, H]."""
+        local = self.up.weight.shape[0]
+        # Column 0 takes the routes to experts of other ranks, numbered -1.
+        dense = torch.zeros(x.shape[0], local + 1, dtype=torch.float32, device=x.device)
+        dense.scatter_add_(1, experts + 1, weights)
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert in range(local):
+            y = self.down.matmul(self.act(self.up.matmul(x, expert)), expert)
+            kept = dense[:, expert + 1 : expert + 2]
+            # An expert may overflow on tokens that are not its own: no 0 * inf.
+            out += torch.where(kept == 0, 0.0, y.float() * kept)
+        return out

@@ -232,6 +232,41 @@ def _load_checked(
     mark_loaded(layer, kind, shard_id)
 
 
+def check_values(
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    size_k: int,
+    block_size: int,
+    *,
+    strict: bool,
+    name: str,
+) -> None:
+    """Refuse impossible scales and, if strict, reserved codes, of which it warns else.
+
+    Args:
+        packed: uint8 [..., N, ceil(K / 4)].
+        scale: [..., N, blocks].
+        zero_point: the same, or None.
+        size_k: K of this rank.
+        block_size: weights along K that share a scale.
+        strict: refuse reserved codes.
+        name: of the module, for messages.
+
+    Raises:
+        TernaryFormatError: names the tensor, the row and block, and the value.
+
+    """
+    leading, tensor = packed.shape[:-1], f"{name}.{PACKED}"
+    reserved = check_codes(packed, size_k, strict=strict, name=tensor)
+    warn_reserved(reserved, leading.numel() * size_k, tensor)
+    check_scale(scale, leading, size_k, block_size, name=f"{name}.{SCALE}")
+    if zero_point is not None:
+        check_zero_point(
+            zero_point, leading, size_k, block_size, name=f"{name}.{ZERO_POINT}"
+        )
+
+
 def warn_reserved(count: int, weights: int, name: str) -> None:
     """Log that a tensor has reserved codes, if it has."""
     if count:
