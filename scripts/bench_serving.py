@@ -108,6 +108,8 @@ def write_model(folder: Path, args: argparse.Namespace) -> None:
             }
         config["quantization_config"] = quantization
     (folder / "config.json").write_text(json.dumps(config))
+    if args.task == "embed":
+        write_tokenizer(folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(0)
     dtype = getattr(torch, args.dtype)
@@ -157,19 +159,23 @@ def write_model(folder: Path, args: argparse.Namespace) -> None:
         save_file(layer, folder / f"model-{i:03}.safetensors")
 
 
-def weight_bytes(model: Any) -> int:
-    """Bytes of all parameters and buffers; runs inside the engine."""
-    tensors = {
-        t.data_ptr(): t.numel() * t.element_size()
-        for t in [*model.parameters(), *model.buffers()]
-    }
-    return sum(tensors.values())
+def write_tokenizer(folder: Path) -> None:
+    """One word: vLLM's pooling engine wants a tokenizer even for token ids."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({"x": 0}, unk_token="x"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="x").save_pretrained(
+        folder
+    )
 
 
 def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Load the model and time it; seconds are medians of `--repeat` runs."""
     import random
 
+    from lib.bench.weight_bytes import weight_bytes
     from vllm import LLM, SamplingParams
 
     random.seed(0)
@@ -177,7 +183,7 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     llm = LLM(
         str(folder),
         dtype=args.dtype,
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=args.task != "embed",
         enforce_eager=args.eager,
         max_model_len=args.max_model_len,
         gpu_memory_utilization=args.gpu_memory_utilization,
