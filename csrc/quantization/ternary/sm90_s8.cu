@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// Entry of the Hopper int8 kernels: what they take, the choice, the launch.
+#include "sm90_s8.h"
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <mutex>
+
+#include "device_info.h"
+#include "sm90_s8_launch.cuh"
+
+namespace vllm::ternary {
+namespace {
+
+using namespace s8;
+
+// How many blocks a device runs at one time, alone and in clusters (which
+// cannot use every multiprocessor). Asked once per device.
+const Slots& slots_of(int index) {
+  constexpr int kMost = 64;
+  static Slots devices[kMost];
+  static bool known[kMost];
+  static std::mutex mutex;  // std::call_once would need glibc 2.34
+  const int i = index & (kMost - 1);
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (!known[i]) {
+    Slots slots{};
+    slots.clusters[0] = device_info(index).processors;
+    for (int s = 1; s < 4; ++s) slots.clusters[s] = max_clusters(kSplits[s]);
+    devices[i] = slots;
+    known[i] = true;
+  }
+  return devices[i];
+}
+
+}  // namespace
+
+bool sm90_s8_supported(const W2A8Args& a) {
+  if (a.dtype != DType::kHalf && a.dtype != DType::kBFloat16) return false;
+  if (a.M < 1 || a.N < 1 || a.K < 1 || a.parts < 1 || a.K_pad > kMostK) {
+    return false;
+  }
+  if (a.parts > 1 && a.part_ends == nullptr) return false;
+  // The copy engine counts rows in 32 bits.
+  if (int64_t(a.parts) * a.M > INT32_MAX) return false;
+  if (a.num_blocks > 1 && a.block_size % 128 != 0) return false;
+  const auto aligned = [](const void* p) {
+    return reinterpret_cast<uintptr_t>(p) % 16 == 0;
+  };
+  return aligned(a.xq) && aligned(a.weight) && aligned(a.scale) && aligned(a.y);
+}
+
+void sm90_s8_gemm(const W2A8Args& a) {
+  const Slots& slots = slots_of(a.device);
+  const bool blocks = a.num_blocks > 1;
+  const Plan plan = choose(a.M, a.N, a.K_pad, blocks, slots);
+  const bool found = blocks ? launch_blocks(a, plan, slots.clusters[0])
+                            : launch_rows(a, plan, slots.clusters[0]);
+  if (!found)
+    throw std::runtime_error("ternary_gemm_w2a8: no kernel for the plan");
+}
+
+}  // namespace vllm::ternary

@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// Boundary between the operator and the Hopper kernels for int8 tokens
+// (sm90_s8*.cu, compiled for sm_90a only).
+#pragma once
+
+#include "cuda_common.h"
+
+namespace vllm::ternary {
+
+// True where sm90_s8_gemm computes this call. Looks at sizes, types and
+// pointers only, never synchronizes.
+bool sm90_s8_supported(const W2A8Args& args);
+
+// Enqueues the product on args.stream. Called only on a device of compute
+// capability 9.0 for which sm90_s8_supported returned true, with args.device
+// current. Throws std::runtime_error on a failed launch.
+void sm90_s8_gemm(const W2A8Args& args);
+
+}  // namespace vllm::ternary
