@@ -47,14 +47,15 @@ def _load(job: dict[str, Any]) -> Any:
     from vllm.model_executor.model_loader import get_model
 
     try:
-        config = EngineArgs(
-            model=job["model"],
-            skip_tokenizer_init=True,
-            dtype="float32",
-            enforce_eager=True,
-            max_model_len=32,
-            **job.get("args", {}),
-        ).create_engine_config()
+        arguments = {
+            "model": job["model"],
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 32,
+        }
+        arguments |= job.get("args", {})
+        config = EngineArgs(**arguments).create_engine_config()
         with set_current_vllm_config(config):
             # A group for experts is only made where the model has some.
             parallel_state.destroy_model_parallel()

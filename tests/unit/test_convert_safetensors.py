@@ -196,6 +196,25 @@ def test_stored_copy_of_a_tied_head_is_dropped(tmp_path, capsys):
     assert "lm_head.weight dropped" in capsys.readouterr().out
 
 
+def test_mamba_mixers_are_left_alone(tmp_path):
+    """The first kind, which vLLM does not quantize; the second it does."""
+    for name, kept in (("Mamba", True), ("Mamba2", False)):
+        sizes = {} if kept else {"num_heads": 8, "head_dim": 16}
+        config = getattr(transformers, f"{name}Config")(
+            vocab_size=96, hidden_size=64, num_hidden_layers=1, state_size=16, **sizes
+        )
+        torch.manual_seed(14)
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+        source, dest = tmp_path / name, tmp_path / f"{name}-out"
+        build.save(model, source)
+        arguments = ["--quantize", "absmean", "--embeddings", "yes"]
+        # Nothing else is there to convert in the first kind.
+        assert convert(source, dest, *arguments) == (1 if kept else 0)
+        if not kept:
+            module = "backbone.layers.0.mixer.in_proj"
+            assert f"{module}.packed_ternary_weight" in build.read(dest)
+
+
 def test_experts_are_converted_and_routers_are_not(tmp_path):
     """One tensor per expert, as published checkpoints have them."""
     source, dest = tmp_path / "in", tmp_path / "out"

@@ -12,6 +12,8 @@ _OTHER_TOWERS = re.compile(
     r"(^|\.)(vision\w*|visual\w*|audio\w*|image\w*|multi_modal\w*|mm_\w+)\."
 )
 _NOT_LINEAR = re.compile(r"embed|norm|conv|relative_attention_bias", re.IGNORECASE)
+# vLLM's first Mamba mixer has no quantized layers.
+_MAMBA_1 = {"mamba": ".mixer.", "falcon_mamba": ".mixer.", "jamba": ".mamba."}
 
 FUSED = {
     "q_proj": "qkv_proj",
@@ -45,6 +47,11 @@ def is_block_linear(module: str) -> bool:
         and not _NOT_LINEAR.search(last)
         and not _OTHER_TOWERS.search(module + ".")
     )
+
+
+def vllm_quantizes(module: str, model_type: str | None) -> bool:
+    """Whether vLLM's class for this type of model would take the module quantized."""
+    return _MAMBA_1.get(model_type or "", "\0") not in module
 
 
 _ALL_EXPERTS = re.compile(r"(.*?)\.(?:experts|input_linear|output_linear)\.")

@@ -183,6 +183,8 @@ def _decide(
         return Decision(weight, "unquantized", "embedding")
     if not embedding and not names.is_block_linear(module):
         return Decision(weight, "unquantized", "not in a transformer block")
+    if not names.vllm_quantizes(module, source.config.get("model_type")):
+        return Decision(weight, "unquantized", "vLLM does not quantize it")
     if weight.native:
         return _decide_native(weight, options)
     block = options.block_size or format.DEFAULT_BLOCK_SIZE

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from vllm.model_executor.models.utils import WeightsMapper
 
 
+TOKEN_EMBEDDINGS = ("embed_tokens", "embeddings", "word_embeddings", "wte")
+
+
 class TernaryConfig(QuantizationConfig):
     """Weights in {-1, 0, +1}, two bits each, with a scale per block.
 
@@ -45,7 +48,10 @@ class TernaryConfig(QuantizationConfig):
 
     """
 
-    # Of an embedding or head, which rerankers are made from.
+    # vLLM asks for the method of embeddings and heads, whether a model hands the config
+    # to them or not.
+    names_vocabulary = True
+    # Rerankers are made of rows of a head.
     reads_head_rows = True
 
     def __init__(self, schemes: SchemeTable | None = None):
@@ -134,6 +140,7 @@ class TernaryConfig(QuantizationConfig):
                 method = TernaryMoEMethod(layer.moe_config, schemes, strict)
         elif isinstance(layer, VocabParallelEmbedding):
             is_head = isinstance(layer, ParallelLMHead)
+            prefix = layer.prefix = self.vocab_name(layer, prefix, is_head)
             scheme = self.vocab_scheme(prefix, is_head) or UNQUANTIZED
             if scheme.kind == "int8":
                 raise ValueError(
@@ -146,6 +153,33 @@ class TernaryConfig(QuantizationConfig):
             return None
         self.report.add(layer, prefix, scheme.describe())
         return method
+
+    def vocab_name(
+        self, layer: VocabParallelEmbedding, prefix: str, is_head: bool
+    ) -> str:
+        """The name of an embedding or head, which some models do not give.
+
+        Without one it is the token embedding that settings name, if its size is that
+        of the model's vocabulary and hidden states.
+        """
+        prefix = prefix.lstrip(".")  # of a model that puts its own, empty one before
+        config = self.text_config
+        if prefix or is_head or config is None:
+            return prefix
+        size = (layer.org_vocab_size, layer.embedding_dim)
+        if size != (
+            getattr(config, "vocab_size", None),
+            getattr(config, "hidden_size", None),
+        ):
+            return prefix
+        written = [
+            name
+            for name in self.schemes.overrides
+            if name.rpartition(".")[2] in TOKEN_EMBEDDINGS
+        ]
+        usual = [f"model.{name}" for name in TOKEN_EMBEDDINGS]
+        named = [n for n in [*written, *usual] if self.schemes.explicit(n) is not None]
+        return named[0] if named else prefix
 
     def vocab_scheme(self, prefix: str, is_head: bool) -> Scheme | None:
         """The scheme of an embedding or head, which only `module_overrides` gives.

@@ -223,7 +223,16 @@ class TernaryMoEMethod(FusedMoEMethodBase):
             block = block_length(size_k, self.schemes[projection].block_size)
             if loaded:
                 name = f"{layer.layer_name}.{projection}"
-                check_values(*tensors, size_k, block, strict=self.strict, name=name)
+                packed, scale, zero_point = tensors
+                check_values(
+                    packed,
+                    scale,
+                    zero_point,
+                    size_k,
+                    block,
+                    strict=self.strict,
+                    name=name,
+                )
             else:
                 tensors[1].abs_()
             bits = self.schemes[projection].activation_bits

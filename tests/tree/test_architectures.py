@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Model classes of vLLM that make their layers in different ways, all ternary.
+
+What is converted must be what the class can load: embeddings and heads to which it
+hands no quantization config or no name, fused layers, experts, latent attention.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import convert_checkpoint
+import torch
+import transformers
+from load_models import load_all
+
+SIZES = dict(
+    vocab_size=128,
+    hidden_size=128,
+    intermediate_size=192,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    pad_token_id=0,
+)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
+LATENT = dict(
+    num_key_value_heads=4,
+    q_lora_rank=64,
+    kv_lora_rank=64,
+    qk_rope_head_dim=32,
+    qk_nope_head_dim=32,
+    v_head_dim=32,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=64,
+    first_k_dense_replace=1,
+    n_shared_experts=1,
+    topk_method="greedy",
+)
+MODELS: dict[str, dict[str, Any]] = {
+    "Bloom": dict(n_layer=2, n_head=4),
+    "Cohere": {},  # tied, no config for the embedding
+    "DeepseekV2": LATENT,
+    "Falcon": {},
+    "Gemma2": dict(head_dim=32),
+    "Glm4Moe": dict(
+        head_dim=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        first_k_dense_replace=1,
+    ),
+    "Llama": {},  # the embedding has no name
+    "Mamba2": dict(
+        intermediate_size=256, num_heads=16, head_dim=16, state_size=16, n_groups=1
+    ),
+    "Mixtral": dict(num_local_experts=4),
+    "Nemotron": {},
+    "OPT": dict(ffn_dim=192, word_embed_proj_dim=128),
+    "Phi3": {},  # fused on disk
+    "Qwen3Next": dict(
+        **EXPERTS,
+        head_dim=32,
+        shared_expert_intermediate_size=64,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+    ),
+    "StableLm": {},  # the head is called .lm_head
+    "Starcoder2": {},  # vLLM's Transformers backend
+}
+
+
+def test_every_architecture_loads(tmp_path: Path) -> None:
+    """Embeddings and heads included: tensors that no layer wants are refused."""
+    jobs: list[dict[str, Any]] = []
+    for seed, (name, settings) in enumerate(MODELS.items()):
+        config = getattr(transformers, f"{name}Config")(**{**SIZES, **settings})
+        torch.manual_seed(seed)
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+        source, dest = tmp_path / name, tmp_path / f"{name}-ternary"
+        model.eval().save_pretrained(source)
+        arguments = [str(source), str(dest), "--quantize", "absmean"]
+        arguments += ["--embeddings", "yes", "--block-size", "32"]
+        assert convert_checkpoint.main(arguments) == 0, name
+        # vLLM's latent attention has no float32 on a CPU.
+        args = {"dtype": "bfloat16"} if "kv_lora_rank" in settings else {}
+        jobs.append({"model": str(dest), "args": args})
+    found = dict(zip(MODELS, load_all(jobs), strict=True))
+    assert found == dict.fromkeys(MODELS)
