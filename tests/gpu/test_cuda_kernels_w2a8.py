@@ -18,13 +18,13 @@ def _ops():
 
 
 def quantize(x: torch.Tensor, norm: torch.Tensor | None, eps: float):
-    """Per token: RMSNorm in float32 rounded to x's dtype, then 127 / max|x|."""
+    """Per token: RMSNorm in float32 rounded to x's dtype, then 127 * (1 / max|x|)."""
     if norm is not None:
         wide = x.float()
-        rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-        x = ((wide * rstd).to(x.dtype).float() * norm.float()).to(x.dtype)
+        inverse = 1.0 / torch.sqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        x = ((wide * inverse).to(x.dtype).float() * norm.float()).to(x.dtype)
     top = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-5)
-    q = (x.float() * (127.0 / top)).round().clamp(-128, 127)
+    q = (x.float() * (127.0 * (1.0 / top))).round().clamp(-128, 127)
     return q, top.double() / 127
 
 

@@ -21,6 +21,7 @@
 #include "cuda_common.h"
 #include "gemm_dispatch.h"
 #include "mma_gemm.h"
+#include "mma_s8.h"
 
 namespace vllm::ternary {
 namespace {
@@ -239,6 +240,23 @@ Tensor ternary_gemm_tuned(const Tensor& x, const Tensor& weight,
                   });
 }
 
+// The same for the int8 kernel for few tokens.
+Tensor ternary_gemm_s8(const Tensor& x, const Tensor& weight,
+                       const Tensor& scale,
+                       const std::optional<Tensor>& zero_point,
+                       const std::optional<Tensor>& bias, int64_t size_n,
+                       int64_t size_k, int64_t block_size, int64_t variant,
+                       int64_t groups, int64_t split, bool pdl) {
+  return run_gemm(x, weight, scale, zero_point, bias, size_n, size_k,
+                  block_size, [&](const GemmArgs& a) {
+                    STD_TORCH_CHECK(mma_s8_supported(a),
+                                    "the int8 kernel needs float16 scales of "
+                                    "whole k tiles and no zero points");
+                    mma_s8_gemm(a,
+                                {int(variant), int(groups), int(split), pdl});
+                  });
+}
+
 // The Hopper kernel for many tokens, whatever the dispatch table says.
 Tensor ternary_gemm_sm90(const Tensor& x, const Tensor& weight,
                          const Tensor& scale,
@@ -354,13 +372,13 @@ Tensor ternary_gemm_w2a8(const Tensor& x, const Tensor& weight,
   const W2A8Call c = w2a8_call(x, weight, scale, bias, norm_weight, part_ends,
                                norm_eps, size_n, size_k, block_size);
   if (x.size(0) == 0 || size_n == 0) return c.y;
-  quantize_tokens(c.quant);
-  dispatch_w2a8(c.gemm);
+  dispatch_w2a8(c.quant, c.gemm);
   return c.y;
 }
 
 // The same with one product kernel, for the tuning script and the tests: 0 the
-// naive one, 1 int8 tensor cores for few tokens, 2 the Hopper kernel for many.
+// naive one, 1 int8 tensor cores for few tokens, 2 the Hopper kernel for many,
+// 3 as 1 with the quantization inside.
 Tensor ternary_gemm_w2a8_tuned(const Tensor& x, const Tensor& weight,
                                const Tensor& scale,
                                const std::optional<Tensor>& bias,
@@ -373,8 +391,25 @@ Tensor ternary_gemm_w2a8_tuned(const Tensor& x, const Tensor& weight,
   const W2A8Call c = w2a8_call(x, weight, scale, bias, norm_weight, part_ends,
                                norm_eps, size_n, size_k, block_size);
   if (x.size(0) == 0 || size_n == 0) return c.y;
+  const MmaConfig config{int(kernel >> 4), int(groups), int(split)};
+  if ((kernel & 15) == 3) {
+    STD_TORCH_CHECK(mma_s8_quantizes(c.quant, c.gemm),
+                    "the int8 kernel does not quantize these activations");
+    mma_s8_gemm(c.gemm, config, &c.quant);
+    return c.y;
+  }
   quantize_tokens(c.quant);
-  w2a8_with(c.gemm, int(kernel), int(groups), int(split));
+  if (kernel == 0) {
+    reference_w2a8(c.gemm);
+  } else if ((kernel & 15) == 1) {
+    STD_TORCH_CHECK(mma_s8_supported(c.gemm),
+                    "the int8 kernel needs scale blocks of a multiple of 32");
+    mma_s8_gemm(c.gemm, config);
+  } else {
+    STD_TORCH_CHECK(kernel == 2 && sm90_w2a8_supported(c.gemm),
+                    "the Hopper kernel does not take this call");
+    sm90_w2a8(c.gemm);
+  }
   return c.y;
 }
 
@@ -454,6 +489,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C, m) {
       "SymInt block_size, int variant, int groups, int split, bool pdl) -> "
       "Tensor");
   m.def(
+      "ternary_gemm_s8(Tensor x, Tensor weight, Tensor scale, "
+      "Tensor? zero_point, Tensor? bias, SymInt size_n, SymInt size_k, "
+      "SymInt block_size, int variant, int groups, int split, bool pdl) -> "
+      "Tensor");
+  m.def(
       "ternary_gemm_w2a8_tuned(Tensor x, Tensor weight, Tensor scale, "
       "Tensor? bias, Tensor? norm_weight, Tensor? part_ends, float norm_eps, "
       "SymInt size_n, SymInt size_k, SymInt block_size, int kernel, "
@@ -471,6 +511,7 @@ STABLE_TORCH_LIBRARY_IMPL(_C, CUDA, m) {
   m.impl("ternary_gemm_sm90", TORCH_BOX(&vllm::ternary::ternary_gemm_sm90));
   m.impl("ternary_gemm_tuned", TORCH_BOX(&vllm::ternary::ternary_gemm_tuned));
   m.impl("ternary_gemm_w2a8", TORCH_BOX(&vllm::ternary::ternary_gemm_w2a8));
+  m.impl("ternary_gemm_s8", TORCH_BOX(&vllm::ternary::ternary_gemm_s8));
   m.impl("ternary_gemm_w2a8_tuned",
          TORCH_BOX(&vllm::ternary::ternary_gemm_w2a8_tuned));
   m.impl("ternary_quantize_tokens",

@@ -45,6 +45,26 @@ __device__ __forceinline__ float load_as_float(const void* base, DType dtype,
   }
 }
 
+// The two values of T in a word.
+template <typename T>
+__device__ __forceinline__ float2 unpack_two(uint32_t w) {
+  const T* v = reinterpret_cast<const T*>(&w);
+  return make_float2(to_float(v[0]), to_float(v[1]));
+}
+
+// Eight values at column k of a row of T, zero past K.
+template <typename T>
+__device__ __forceinline__ uint4 load_eight(const T* row, int k, int K) {
+  if (k + 8 <= K) return *reinterpret_cast<const uint4*>(row + k);
+  uint32_t w[4] = {};
+  const uint16_t* tail = reinterpret_cast<const uint16_t*>(row);
+#pragma unroll
+  for (int c = 0; c < 8; ++c) {
+    if (k + c < K) w[c / 2] |= uint32_t(tail[k + c]) << (16 * (c & 1));
+  }
+  return make_uint4(w[0], w[1], w[2], w[3]);
+}
+
 // Where value k of a row of xq lies in it. A word of the weight, shifted right
 // by 2 i and masked with 0x03030303, is register i of the A operand of
 // mma.m16n8k32 with k in this order.

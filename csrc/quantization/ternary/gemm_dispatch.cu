@@ -7,6 +7,7 @@
 #include "device_info.h"
 #include "dispatch_table.h"
 #include "mma_gemm.h"
+#include "mma_s8.h"
 
 namespace vllm::ternary {
 
@@ -25,10 +26,12 @@ double ratio(int a, int b) {
 
 // The measured entry for the class of M (the first with at least M tokens)
 // whose N and K are nearest, or nullptr when M is beyond the table.
-const DispatchEntry* nearest_entry(int M, int N, int K) {
+template <size_t kEntries>
+const DispatchEntry* nearest_entry(const DispatchEntry (&table)[kEntries],
+                                   int M, int N, int K) {
   const DispatchEntry* found = nullptr;
   double least = 0.0;
-  for (const DispatchEntry& e : kDispatchTable) {
+  for (const DispatchEntry& e : table) {
     if (e.M < M || (found && e.M > found->M)) continue;
     const double distance = ratio(e.N, N) * ratio(e.K, K);
     if (!found || distance < least) {
@@ -39,10 +42,15 @@ const DispatchEntry* nearest_entry(int M, int N, int K) {
   return found;
 }
 
-// Without a measurement: cut K until a CTA's part of x takes less than 100 KiB.
-MmaConfig default_config(const GemmArgs& a, const DeviceInfo& device) {
+// The cut of an entry, which was measured on Hopper; without one, K is cut
+// until a CTA's part of x takes less than 100 KiB.
+MmaConfig config_of(const DispatchEntry* entry, int64_t x_bytes,
+                    const DeviceInfo& device) {
+  if (entry && entry->kernel != 1 && device.capability >= 90) {
+    const int groups = device.processors * entry->waves / entry->split;
+    return {entry->variant, std::max(1, groups), entry->split};
+  }
   MmaConfig config{0, device.processors, 1};
-  const int64_t x_bytes = int64_t(std::min(a.M, 64)) * a.K_pad * 2;
   while (config.split < 8 && x_bytes / config.split > (100 << 10)) {
     config.split *= 2;
   }
@@ -61,36 +69,43 @@ void sm90_gemm(const GemmArgs& a) { sm90_prefill_gemm(a); }
 
 void dispatch_gemm(const GemmArgs& a) {
   const DeviceInfo& device = device_info(a.device);
-  const DispatchEntry* entry = nearest_entry(a.M, a.N, a.K);
+  const DispatchEntry* entry = nearest_entry(kDispatchTable, a.M, a.N, a.K);
+  const int64_t x_bytes = int64_t(std::min(a.M, 64)) * a.K_pad * 2;
   if ((!entry || entry->kernel == 1) && sm90_gemm_supported(a)) {
     sm90_gemm(a);
-  } else if (!mma_supported(a)) {
+  } else if (entry && entry->kernel == 2 && mma_s8_supported(a)) {
+    mma_s8_gemm(a, config_of(entry, 2 * x_bytes, device));
+  } else if (mma_supported(a)) {
+    mma_gemm(a, config_of(entry, x_bytes, device));
+  } else {
     reference_gemm(a);
-  } else if (entry && entry->kernel == 0 && device.capability >= 90) {
-    const int groups = device.processors * entry->waves / entry->split;
-    mma_gemm(a, {0, std::max(1, groups), entry->split});
-  } else {
-    mma_gemm(a, default_config(a, device));
   }
 }
 
-void w2a8_with(const W2A8Args& a, int kernel, int groups, int split) {
-  const bool hopper = device_info(a.device).capability == 90 &&
-                      sm90_s8_supported && sm90_s8_gemm && sm90_s8_supported(a);
-  if (kernel == 2 && hopper) {
-    sm90_s8_gemm(a);
-  } else if (kernel == 0) {
+bool sm90_w2a8_supported(const W2A8Args& a) {
+  return device_info(a.device).capability == 90 && sm90_s8_supported &&
+         sm90_s8_gemm && sm90_s8_supported(a);
+}
+
+void sm90_w2a8(const W2A8Args& a) { sm90_s8_gemm(a); }
+
+void dispatch_w2a8(const QuantArgs& q, const W2A8Args& a) {
+  const DeviceInfo& device = device_info(a.device);
+  const DispatchEntry* entry = nearest_entry(kW2A8Table, a.M, a.N, a.K);
+  const int64_t x_bytes = int64_t(std::min(a.M, 64)) * a.K_pad;
+  const MmaConfig config = config_of(entry, x_bytes, device);
+  if (entry && entry->kernel == 2 && mma_s8_quantizes(q, a)) {
+    mma_s8_gemm(a, config, &q);
+    return;
+  }
+  quantize_tokens(q);
+  if ((!entry || entry->kernel == 1) && sm90_w2a8_supported(a)) {
+    sm90_w2a8(a);
+  } else if (mma_s8_supported(a)) {
+    mma_s8_gemm(a, config);
+  } else {
     reference_w2a8(a);
-  } else {
-    throw std::runtime_error(
-        "ternary_gemm_w2a8: the kernel asked for does not take this call");
   }
-}
-
-void dispatch_w2a8(const W2A8Args& a) {
-  const bool hopper = device_info(a.device).capability == 90 &&
-                      sm90_s8_supported && sm90_s8_gemm && sm90_s8_supported(a);
-  w2a8_with(a, hopper ? 2 : 0, 0, 0);
 }
 
 }  // namespace vllm::ternary

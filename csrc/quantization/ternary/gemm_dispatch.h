@@ -16,12 +16,11 @@ void dispatch_gemm(const GemmArgs& args);
 bool sm90_gemm_supported(const GemmArgs& args);
 void sm90_gemm(const GemmArgs& args);
 
-// The same for quantized activations.
-void dispatch_w2a8(const W2A8Args& args);
+// The same with quantization in front; `args` reads what `quant` writes.
+void dispatch_w2a8(const QuantArgs& quant, const W2A8Args& args);
 
-// One kernel of three: 0 the naive one, 1 int8 tensor cores for few tokens with
-// this cut, 2 the Hopper kernel for many. Throws where it does not take the
-// call.
-void w2a8_with(const W2A8Args& args, int kernel, int groups, int split);
+// The Hopper kernel for many quantized tokens, likewise.
+bool sm90_w2a8_supported(const W2A8Args& args);
+void sm90_w2a8(const W2A8Args& args);
 
 }  // namespace vllm::ternary

@@ -28,10 +28,12 @@ bool mma_supported(const GemmArgs& g) {
 void mma_gemm(const GemmArgs& g, const MmaConfig& config) {
   MmaArgs a{};
   a.g = g;
-  a.block_shift = 31;
+  a.ring = {g.weight,     static_cast<const half*>(g.scale),
+            g.N_pad,      g.K_pad,
+            g.num_blocks, 31};
   if (g.num_blocks > 1) {
-    a.block_shift = 0;
-    while ((128 << a.block_shift) < g.block_size) ++a.block_shift;
+    a.ring.block_shift = 0;
+    while ((128 << a.ring.block_shift) < g.block_size) ++a.ring.block_shift;
     const uint32_t d = uint32_t(g.block_size / 32);
     a.block_magic = ((1u << 31) + d - 1) / d;
   }

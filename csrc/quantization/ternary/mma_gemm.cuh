@@ -16,22 +16,14 @@
 
 #include <type_traits>
 
-#include "mma_gemm.h"
-#include "mma_utils.cuh"
+#include "mma_cut.h"
+#include "mma_ring.cuh"
 
 namespace vllm::ternary {
 
-struct MmaArgs {
+struct MmaArgs : MmaCut {
   GemmArgs g;
-  int split;
-  int group_units,
-      group_rest;        // row units per CTA; the first `rest` have one more
-  int k_tiles, k_rest;   // k tiles per CTA of a cluster, likewise
-  int chunk;             // k tiles of x in shared memory at once
-  int units;             // most row units of a CTA
-  int segments;          // row units that one warp may touch in one chunk
-  int tokens_log2;       // of the tokens of a CTA, rounded up
-  uint32_t block_shift;  // fast: block = (k tile) >> block_shift
+  RingSource ring;       // fast: words and scales
   uint32_t block_magic;  // general: ceil(2^31 / (block_size / 32))
 };
 
@@ -52,10 +44,12 @@ struct MmaShape {
   static constexpr int kMinBlocks = kMinBlocks_;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kRows = 16 * kR;
-  static constexpr int kScales = kTiles * (kGeneral ? 4 : 1);
+  static constexpr bool kScales = !kGeneral;  // in the ring's own form
+  static constexpr int kScaleBlocks = kTiles * (kGeneral ? 4 : 1);
   static constexpr int kScaleBytes = kGeneral ? 64 : 32;  // of 16 rows, at most
   static constexpr int kWordBytes = kTiles * kR * 512;
-  static constexpr int kGranuleBytes = kWordBytes + kScales * kR * kScaleBytes;
+  static constexpr int kGranuleBytes =
+      kWordBytes + kScaleBlocks * kR * kScaleBytes;
   // The sums of x that take the codes' offset off again: added up while x is
   // staged (few tokens), or by the tensor cores afterwards.
   static constexpr bool kSumInStaging = kMT == 1;
@@ -63,15 +57,16 @@ struct MmaShape {
 
 // Where things lie in shared memory, in bytes from its start.
 struct MmaShared {
-  int ring, slots, runs, offsets, sums, total;
+  int ring, barriers, slots, runs, offsets, sums, total;
 };
 
 template <typename S>
 __host__ __device__ __forceinline__ MmaShared mma_shared(const MmaArgs& a,
                                                          int tokens) {
   MmaShared s;
-  s.ring = tokens * (a.chunk * 256 + 16);
-  s.slots = s.ring + S::kWarps * S::kStages * S::kGranuleBytes;
+  s.ring = (tokens * (a.chunk * 256 + 16) + 127) / 128 * 128;
+  s.barriers = s.ring + S::kWarps * S::kStages * S::kGranuleBytes;
+  s.slots = s.barriers + S::kWarps * S::kStages * 8;
   s.runs = s.slots + S::kWarps * a.segments * tokens * S::kR * kSlotStride * 4;
   s.offsets = s.runs + a.units * 8 + (a.units & 1) * 8;
   s.sums = s.offsets + a.chunk * (S::kGeneral ? 4 : 1) * S::kMT * 64;
@@ -86,43 +81,35 @@ __device__ __forceinline__ uint32_t block_of(const MmaArgs& a, int q) {
   return min(__umulhi(2 * q + 1, a.block_magic), uint32_t(a.g.num_blocks - 1));
 }
 
-// Begins the copies of one granule: words, then scales [scale][row tile][16].
+// Begins the copies of a general granule: words as in the ring, then scales
+// [32 weights][row tile][16] of any type.
 template <typename S>
-__device__ __forceinline__ void copy_granule(uint32_t dst, const MmaArgs& a,
-                                             const uint4* words, int row,
-                                             int kt, int tiles, int lane) {
-  const int row_step = (a.g.K_pad >> 7) * 32;
+__device__ __forceinline__ void copy_general(uint32_t dst, const MmaArgs& a,
+                                             int row, int kt, int tiles,
+                                             int lane) {
+  const int k_tiles = a.g.K_pad >> 7;
+  const uint4* words = reinterpret_cast<const uint4*>(a.g.weight) +
+                       (int64_t(row >> 4) * k_tiles + kt) * 32 + lane;
 #pragma unroll
   for (int d = 0; d < S::kTiles; ++d) {
     if (d < tiles) {
 #pragma unroll
       for (int r = 0; r < S::kR; ++r) {
-        cp_async_16(dst + (d * S::kR + r) * 512 + lane * 16,
-                    words + r * row_step + d * 32);
+        cp_async_16(dst + (r * S::kTiles + d) * 512 + lane * 16,
+                    words + (r * k_tiles + d) * 32);
       }
     }
   }
   dst += S::kWordBytes;
-  if constexpr (!S::kGeneral) {
-    constexpr int kPieces = S::kScales * S::kR * 2;
-    if (lane < kPieces) {
-      const int q = lane / (2 * S::kR), rest = lane % (2 * S::kR);
-      const uint32_t block =
-          min(uint32_t(kt + q) >> a.block_shift, uint32_t(a.g.num_blocks - 1));
-      cp_async_16(dst + lane * 16, static_cast<const half*>(a.g.scale) +
-                                       (block * a.g.N_pad + row + rest * 8));
-    }
-  } else {
-    const int wide = a.g.scale_dtype == DType::kFloat;
-    const int pieces_log2 = 1 + wide;  // of 16 bytes, per 16 rows
-    for (int i = lane; i < (S::kScales * S::kR) << pieces_log2; i += 32) {
-      const int qr = i >> pieces_log2, part = i & ((1 << pieces_log2) - 1);
-      const int q = qr / S::kR, r = qr % S::kR;
-      const uint32_t at = block_of(a, kt * 4 + q) * a.g.N_pad + row + r * 16;
-      cp_async_16(dst + qr * S::kScaleBytes + part * 16,
-                  static_cast<const uint8_t*>(a.g.scale) +
-                      (int64_t(at) << (1 + wide)) + part * 16);
-    }
+  const int wide = a.g.scale_dtype == DType::kFloat;
+  const int pieces_log2 = 1 + wide;  // of 16 bytes, per 16 rows
+  for (int i = lane; i < (S::kScaleBlocks * S::kR) << pieces_log2; i += 32) {
+    const int qr = i >> pieces_log2, part = i & ((1 << pieces_log2) - 1);
+    const int q = qr / S::kR, r = qr % S::kR;
+    const uint32_t at = block_of(a, kt * 4 + q) * a.g.N_pad + row + r * 16;
+    cp_async_16(dst + qr * S::kScaleBytes + part * 16,
+                static_cast<const uint8_t*>(a.g.scale) +
+                    (int64_t(at) << (1 + wide)) + part * 16);
   }
 }
 
@@ -266,7 +253,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
   constexpr bool kGeneral = S::kGeneral;
   extern __shared__ __align__(128) uint8_t smem[];
   const GemmArgs& g = a.g;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);  // uniform
+  const int lane = threadIdx.x & 31;
   const int first_token = blockIdx.z * kMT * 8;
   const int tokens = min(kMT * 8, g.M - first_token);
   const int group = blockIdx.y, rank = blockIdx.x;
@@ -278,6 +266,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
   const MmaShared at = mma_shared<S>(a, min(kMT * 8, g.M));
   const uint32_t xs = smem_address(smem);
   const uint32_t ring = xs + at.ring + warp * kStages * S::kGranuleBytes;
+  const uint32_t barriers = xs + at.barriers + warp * kStages * 8;
   float* const slots = reinterpret_cast<float*>(smem + at.slots);
   // Of each row unit: the slot of its first warp, that warp, and the last warp.
   ushort4* const runs = reinterpret_cast<ushort4*>(smem + at.runs);
@@ -302,6 +291,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
   };
 
   pdl_launch_dependents();
+  if constexpr (!kGeneral) ring_init<S>(barriers, lane);
+  int fill_slot = 0, slot = 0;
+  uint32_t parity = 0;
   // Runs are dealt as if every chunk were a full one.
   const int per_unit =
       (min(a.chunk, a.k_tiles + (a.k_rest > 0)) + kTiles - 1) / kTiles;
@@ -314,29 +306,32 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
   for (int c0 = k0; c0 < k1; c0 += a.chunk) {
     const int tiles = min(a.chunk, k1 - c0);
     int next_tile = first_tile, next_row = (u0 + first_unit) * kRows;
-    const uint4* next_w =
-        reinterpret_cast<const uint4*>(g.weight) +
-        (int64_t(u0 + first_unit) * kR * (g.K_pad >> 7) + c0 + first_tile) *
-            32 +
-        lane;
-    uint32_t next_slot = ring;
     int left = count;
     auto prefetch = [&] {
       if (left > 0) {
         --left;
-        copy_granule<S>(next_slot, a, next_w, next_row, c0 + next_tile,
-                        tiles - next_tile, lane);
-        next_slot += S::kGranuleBytes;
-        if (next_slot == ring + kStages * S::kGranuleBytes) next_slot = ring;
-        next_w += kTiles * 32;
+        if (next_tile < tiles) {
+          const uint32_t dst = ring + fill_slot * S::kGranuleBytes;
+          const int here = min(kTiles, tiles - next_tile);
+          if constexpr (kGeneral) {
+            copy_general<S>(dst, a, next_row, c0 + next_tile, here, lane);
+          } else {
+            ring_fill<S>(dst, barriers + fill_slot * 8, a.ring, next_row,
+                         c0 + next_tile, here, lane);
+          }
+          if (++fill_slot == kStages) fill_slot = 0;
+        }
         next_tile += kTiles;
         if (next_tile >= per_unit * kTiles) {
-          next_w += (kR * (g.K_pad >> 7) - next_tile) * 32;
           next_tile = 0;
           next_row += kRows;
         }
       }
-      cp_async_commit();
+      if constexpr (kGeneral) {
+        cp_async_commit();
+      } else {
+        ring_commit();
+      }
     };
 #pragma unroll 1
     for (int p = 0; p < kStages - 1; ++p) prefetch();
@@ -367,8 +362,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
     int unit = first_unit, tile = first_tile, segment = 0;
     bool from_start = tile == 0;
     auto flush = [&](bool to_end) {
-      const int slot = warp * a.segments + segment;
-      float* to = slots + slot * tokens * kR * kSlotStride;
+      const int to_slot = warp * a.segments + segment;
+      float* to = slots + to_slot * tokens * kR * kSlotStride;
 #pragma unroll
       for (int i = 0; i < kMT; ++i) {
 #pragma unroll
@@ -387,7 +382,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
       }
       if (lane == 0) {
         if (from_start) {
-          runs[unit].x = uint16_t(slot);
+          runs[unit].x = uint16_t(to_slot);
           runs[unit].y = uint16_t(warp);
         }
         if (to_end) runs[unit].z = uint16_t(warp);
@@ -395,8 +390,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
       ++segment;
     };
 
-    // Adds tiles [0, n) of a granule.
-    auto multiply = [&](auto n, uint32_t slot) {
+    // Adds k tiles [d0, d0 + n) of a granule.
+    auto multiply = [&](auto n, int d0, uint32_t granule) {
       constexpr int kN = decltype(n)::value;
       constexpr int kChains = kMT == 1 && kN == 1 ? 2 : 1;
       float part[kN][kChains][kR][kMT][4];
@@ -405,7 +400,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
       for (int d = 0; d < kN; ++d) {
 #pragma unroll
         for (int r = 0; r < kR; ++r) {
-          words[d][r] = load_shared_16(slot + (d * kR + r) * 512 + lane * 16);
+          words[d][r] =
+              load_shared_16(granule + (r * kTiles + d0 + d) * 512 + lane * 16);
         }
       }
 #pragma unroll
@@ -415,9 +411,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
           uint32_t b[kMT][4];
 #pragma unroll
           for (int i = 0; i < kMT; ++i) {
-            ldmatrix_x4(b[i], x_row[i] + (tile + d) * 256 + j * 64);
+            ldmatrix_x4(b[i], x_row[i] + (tile + d0 + d) * 256 + j * 64);
           }
-          const int entry = kGeneral ? (tile + d) * 4 + j : tile + d;
+          const int entry = kGeneral ? (tile + d0 + d) * 4 + j : tile + d0 + d;
           if (kGeneral || j == 0) {
 #pragma unroll
             for (int i = 0; i < kMT; ++i) {
@@ -454,14 +450,14 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
             }
           }
           if (!kGeneral && j != 3) continue;
-          const int q = kGeneral ? d * 4 + j : d;
+          const int q = kGeneral ? (d0 + d) * 4 + j : d0 + d;
 #pragma unroll
           for (int r = 0; r < kR; ++r) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
               const int row = h * 8 + (lane >> 2);
-              const float s = granule_scale<S>(slot + S::kWordBytes, q, r, row,
-                                               g.scale_dtype);
+              const float s = granule_scale<S>(granule + S::kWordBytes, q, r,
+                                               row, g.scale_dtype);
               float zp = 0.0f;
               if (kGeneral && g.zero_point) {
                 const int64_t block = block_of(a, (c0 + tile) * 4 + q);
@@ -490,21 +486,35 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
       }
     };
 
-    uint32_t slot = ring;
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       prefetch();
-      cp_async_wait<kStages - 1>();
-      __syncwarp();
       const int here = tiles - tile;
-      if (here >= kTiles) {
-        multiply(std::integral_constant<int, kTiles>{}, slot);
-      } else if constexpr (kTiles > 1) {
-        static_assert(kTiles == 2);
-        if (here == 1) multiply(std::integral_constant<int, 1>{}, slot);
+      if (here > 0) {
+        const uint32_t granule = ring + slot * S::kGranuleBytes;
+        if constexpr (kGeneral) {
+          cp_async_wait<kStages - 1>();
+          __syncwarp();
+        } else {
+          ring_wait<kStages - 1>(barriers + slot * 8, parity);
+        }
+        if (here >= kTiles) {
+          constexpr int kStep = kTiles % 2 ? 1 : 2;
+#pragma unroll
+          for (int d = 0; d < kTiles; d += kStep) {
+            multiply(std::integral_constant<int, kStep>{}, d, granule);
+          }
+        } else if constexpr (kTiles > 1) {
+#pragma unroll 1
+          for (int d = 0; d < here; ++d) {
+            multiply(std::integral_constant<int, 1>{}, d, granule);
+          }
+        }
+        if (++slot == kStages) {
+          slot = 0;
+          parity ^= 1;
+        }
       }
-      slot += S::kGranuleBytes;
-      if (slot == ring + kStages * S::kGranuleBytes) slot = ring;
       tile += kTiles;
       if (tile >= per_unit * kTiles) {
         flush(true);

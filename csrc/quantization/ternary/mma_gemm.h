@@ -11,7 +11,7 @@ namespace vllm::ternary {
 // How one product is cut. Any values give the right answer; which are fast is
 // the business of dispatch_table.h.
 struct MmaConfig {
-  int variant;      // 0; others exist in builds for tuning only
+  int variant;      // shape of a CTA, where a kernel has several
   int groups;       // CTAs along N
   int split;        // CTAs along K, one cluster: 1, 2, 4 or 8 (1 before sm_90)
   bool pdl = true;  // start before the kernel ahead has ended (sm_90 and later)

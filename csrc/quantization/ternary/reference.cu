@@ -55,7 +55,7 @@ __global__ void reference_w2a8_kernel(const W2A8Args a) {
       total += load_as_float(a.scale, a.scale_dtype, int64_t(b) * a.N_pad + n) *
                float(sum);
     }
-    total *= a.xs[row];
+    total = __fmul_rn(total, a.xs[row]);
     if (a.bias) total += to_float(static_cast<const T*>(a.bias)[n]);
     static_cast<T*>(a.y)[int64_t(m) * a.N + n] = from_float<T>(total);
   }

@@ -20,26 +20,7 @@ constexpr int max_threads(int units) {
 
 constexpr uint32_t kInfinity = 0x7f800000u;
 
-template <typename T>
-__device__ __forceinline__ float2 unpack(uint32_t w) {
-  const T* v = reinterpret_cast<const T*>(&w);
-  return make_float2(to_float(v[0]), to_float(v[1]));
-}
-
-// Eight values at column k of a row of T, zero past K.
-template <typename T>
-__device__ __forceinline__ uint4 load_eight(const T* row, int k, int K) {
-  if (k + 8 <= K) return *reinterpret_cast<const uint4*>(row + k);
-  uint32_t w[4] = {};
-  const uint16_t* tail = reinterpret_cast<const uint16_t*>(row);
-#pragma unroll
-  for (int c = 0; c < 8; ++c) {
-    if (k + c < K) w[c / 2] |= uint32_t(tail[k + c]) << (16 * (c & 1));
-  }
-  return make_uint4(w[0], w[1], w[2], w[3]);
-}
-
-// The same of a norm weight, whose rows start anywhere.
+// Eight values of a norm weight, whose rows start anywhere; zero past K.
 __device__ __forceinline__ void load_norm(float (&v)[8], const QuantArgs& a,
                                           int64_t row, int k) {
   const bool vectors = k + 8 <= a.K && a.K % 8 == 0 &&
@@ -57,8 +38,8 @@ __device__ __forceinline__ void load_norm(float (&v)[8], const QuantArgs& a,
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float2 p = a.norm_dtype == DType::kHalf
-                           ? unpack<half>(w[i])
-                           : unpack<__nv_bfloat16>(w[i]);
+                           ? unpack_two<half>(w[i])
+                           : unpack_two<__nv_bfloat16>(w[i]);
       v[2 * i] = p.x;
       v[2 * i + 1] = p.y;
     }
@@ -88,7 +69,8 @@ __device__ __forceinline__ V across_warps(V v, V* shared, Op op) {
 // is what sixteen successive bytes of xq hold. kUnits: units that a thread
 // keeps in registers; 0: any number, read again in each pass.
 template <typename T, bool kNorm, int kUnits>
-__global__ void __launch_bounds__(max_threads(kUnits), 1)
+__global__ void __launch_bounds__(max_threads(kUnits),
+                                  kUnits == 1 && !kNorm ? 3 : 1)
     quantize_kernel(const __grid_constant__ QuantArgs a) {
   __shared__ float shared_float[32];
   __shared__ uint32_t shared_max[2][32];
@@ -128,7 +110,7 @@ __global__ void __launch_bounds__(max_threads(kUnits), 1)
       load(i, w, true);
 #pragma unroll
       for (int c = 0; c < 8; ++c) {
-        const float2 v = unpack<T>(w[c]);
+        const float2 v = unpack_two<T>(w[c]);
         sum = fmaf(v.x, v.x, sum);
         sum = fmaf(v.y, v.y, sum);
       }
@@ -148,7 +130,7 @@ __global__ void __launch_bounds__(max_threads(kUnits), 1)
     load(i, w, first);
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
-      const float2 p = unpack<T>(w[c]);
+      const float2 p = unpack_two<T>(w[c]);
       v[2 * c] = p.x;
       v[2 * c + 1] = p.y;
     }

@@ -3,13 +3,15 @@
 """Regenerate csrc/quantization/ternary/dispatch_table.h from measurements.
 
     PYTHONPATH=scripts python -m lib.bench.tune             # measure, then write both
+    PYTHONPATH=scripts python -m lib.bench.tune --op w2a8 --tokens 1 8   # these anew
     PYTHONPATH=scripts python -m lib.bench.tune --offline   # the header from the JSON
 
-Measures every cut of the tensor core kernel, and the Hopper kernel for many tokens
-where it takes the size, on the GPU of this machine, for a grid of layer sizes and
-numbers of tokens. All measurements go to dispatch_table.json beside the header; the
-header holds the fastest of each. At run time a product uses the entry of its class of
-M whose N and K are nearest.
+Measures every cut of the tensor core kernels, and the Hopper kernels for many tokens
+where they take the size, on the GPU of this machine, for a grid of layer sizes and
+numbers of tokens: W2A16 with a float16 scale per 128 weights, W2A8 with a scale per row
+and with its quantization. All measurements go to dispatch_table.json beside the header;
+the header holds the fastest of each. At run time a product uses the entry of its class
+of M whose N and K are nearest.
 """
 
 import argparse
@@ -32,25 +34,70 @@ MORE_LAYERS = (
     Layer("down, 27B", 5120, 17408),
     Layer("small", 1024, 1024),
 )
-TOKENS = (1, 8, 16, 32, 48, 64, 96)
+TOKENS = {
+    "w2a16": (1, 2, 4, 8, 16, 32, 48, 64, 96),
+    "w2a8": (1, 4, 8, 16, 32, 48, 64, 96),
+}
 SPLITS = (1, 2, 4, 8)
 WAVES = (1, 2)
-HOPPER = {"kernel": "sm90"}
+# As dispatch_table.h numbers them.
+KERNELS = {
+    "w2a16": {"mma": 0, "sm90": 1, "s8": 2},
+    "w2a8": {"s8": 0, "sm90": 1, "inside": 2},
+}
+# How many shapes of a CTA a kernel has for at most so many tokens; 1 elsewhere.
+VARIANTS = {
+    "mma": {8: 3, 16: 4},
+    "s8": {16: 2},
+    "inside": {8: 3, 16: 2},
+}
+# As ternary_gemm_w2a8_tuned numbers them.
+TUNED_W2A8 = {"s8": 1, "sm90": 2, "inside": 3}
 # A cut must be faster by this much to displace a simpler one that came before it.
 NOISE = 0.01
 
 
-def candidates(size_m: int) -> Iterator[dict[str, Any]]:
+def candidates(op: str, size_m: int) -> Iterator[dict[str, Any]]:
     """Every way to compute a product of `size_m` tokens, simplest first."""
     few = size_m <= 32
-    for split in SPLITS if few else SPLITS[::2]:
-        for waves in WAVES if few else WAVES[:1]:
-            yield {"kernel": "mma", "split": split, "waves": waves}
+    kernels = ["mma"] if op == "w2a16" else ["s8"]
+    if op == "w2a16" and size_m <= 2:
+        kernels.append("s8")
+    if op == "w2a8" and size_m <= 16:
+        kernels.append("inside")
+    for kernel in kernels:
+        counts = VARIANTS.get(kernel, {})
+        variants = next((n for top, n in counts.items() if size_m <= top), 1)
+        for variant in range(variants):
+            for split in SPLITS if few else SPLITS[::2]:
+                for waves in WAVES if few else WAVES[:1]:
+                    cut = {"split": split, "waves": waves, "variant": variant}
+                    yield {"kernel": kernel, **cut}
     if size_m > 1:
-        yield HOPPER
+        yield {"kernel": "sm90"}
 
 
-def measure(seconds: float) -> dict[str, Any]:
+def caller(op: str, way: dict[str, Any], sizes: tuple[int, int, int], processors: int):
+    """The function of x, weight and scale that computes a product `way`."""
+    import torch
+
+    ops = torch.ops._C
+    kernel, split, variant = way["kernel"], way.get("split", 1), way.get("variant", 0)
+    groups = max(1, processors * way.get("waves", 1) // split)
+    if op == "w2a8":
+        tail = (*sizes, TUNED_W2A8[kernel] + 16 * variant, groups, split)
+        return lambda x, weight, scale: ops.ternary_gemm_w2a8_tuned(
+            x, weight, scale, None, None, None, 1e-6, *tail
+        )
+    if kernel == "sm90":
+        return lambda x, *pair: ops.ternary_gemm_sm90(x, *pair, None, None, *sizes)
+    product = ops.ternary_gemm_s8 if kernel == "s8" else ops.ternary_gemm_tuned
+    cut = (*sizes, variant, groups, split, True)
+    return lambda x, *pair: product(x, *pair, None, None, *cut)
+
+
+def measure(asked: list[tuple[str, int]], seconds: float) -> dict[str, Any]:
+    """The times of every way for each (op, number of tokens) of `asked`."""
     import torch
 
     from lib.bench.ops import load_ops, random_weight
@@ -66,36 +113,34 @@ def measure(seconds: float) -> dict[str, Any]:
     processors = properties.multi_processor_count
     entries: list[dict[str, Any]] = []
     layers = [*LAYERS, *MORE_LAYERS]
-    with progress(total=len(layers) * len(TOKENS), unit=" sizes") as bar:
+    with progress(total=len(layers) * len(asked), unit=" sizes") as bar:
         for layer in layers:
-            w = random_weight(layer.size_n, layer.size_k)
-            copies = rotation(layer.size_n * layer.size_k / 4, maximum=96)
+            size_n, size_k = layer.size_n, layer.size_k
+            w = random_weight(size_n, size_k)
+            row = random_weight(size_n, size_k, size_k, scale_dtype=torch.float32)
+            copies = rotation(size_n * size_k / 4, maximum=96)
             weights = [(w.weight.clone(), w.scale.clone()) for _ in range(copies)]
-            sizes = (layer.size_n, layer.size_k, w.block_size)
-            for size_m in TOKENS:
-                x = torch.randn(size_m, layer.size_k, device="cuda").bfloat16()
+            rows = [(weight, row.scale) for weight, _ in weights]
+            for op, size_m in asked:
+                x = torch.randn(size_m, size_k, device="cuda").bfloat16()
+                block_size = w.block_size if op == "w2a16" else row.block_size
                 times = []
-                for way in candidates(size_m):
+                for way in candidates(op, size_m):
                     if time.monotonic() - start > seconds:
                         raise BuildError(f"not done after {seconds} s; raise --seconds")
-                    extra: tuple[int | bool, ...] = ()
-                    if way is HOPPER:
-                        op = torch.ops._C.ternary_gemm_sm90
-                    else:
-                        op = torch.ops._C.ternary_gemm_tuned
-                        groups = max(1, processors * way["waves"] // way["split"])
-                        extra = (0, groups, way["split"], True)
+                    product = caller(op, way, (size_n, size_k, block_size), processors)
 
-                    def call(pair, op=op, x=x, tail=(*sizes, *extra)):
-                        return lambda: op(x, *pair, None, None, *tail)
+                    def call(pair, product=product, x=x):
+                        return lambda: product(x, *pair)
 
+                    pairs = weights if op == "w2a16" else rows
                     try:
-                        time_us = graph_time([call(pair) for pair in weights], 5)
+                        time_us = graph_time([call(pair) for pair in pairs], 5)
                     except RuntimeError:  # the kernel does not take this size
                         continue
                     times.append({**way, "microseconds": round(time_us, 3)})
                 entries.append(
-                    {"N": layer.size_n, "K": layer.size_k, "M": size_m, "times": times}
+                    {"op": op, "N": size_n, "K": size_k, "M": size_m, "times": times}
                 )
                 bar.update()
     return {
@@ -108,6 +153,17 @@ def measure(seconds: float) -> dict[str, Any]:
         "dtype": "bfloat16",
         "entries": entries,
     }
+
+
+def key(entry: dict[str, Any]) -> tuple[str, int, int, int]:
+    """What an entry of the table is about, in the header's order."""
+    return entry.get("op", "w2a16"), entry["M"], entry["N"], entry["K"]
+
+
+def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """`new`, with the entries of `old` that it has not measured."""
+    entries = {key(entry): entry for entry in old["entries"] + new["entries"]}
+    return new | {"entries": [entries[k] for k in sorted(entries)]}
 
 
 def best(times: list[dict[str, Any]]) -> dict[str, Any]:
@@ -129,26 +185,42 @@ def header(data: dict[str, Any]) -> str:
         "namespace vllm::ternary {",
         "",
         "// The fastest way measured for a product of up to M tokens (more than the",
-        "// entry before has). kernel 0: mma_gemm with `split` and `waves` CTAs per",
-        "// multiprocessor; 1: the Hopper kernel for many tokens.",
+        "// entry before has), with `split`, `waves` CTAs per multiprocessor and the",
+        "// shape `variant` of a CTA.",
         "struct DispatchEntry {",
         "  int M, N, K;",
-        "  unsigned char kernel, split, waves;",
+        "  unsigned char kernel, split, waves, variant;",
         "};",
         "",
-        "inline constexpr DispatchEntry kDispatchTable[] = {",
-        "    // clang-format off",
+        "// clang-format off",
+        "// W2A16. kernel 0: mma_gemm; 1: the Hopper kernel for many tokens; 2:",
+        "// mma_s8_gemm.",
+        *table("kDispatchTable", "w2a16", data),
+        "",
+        "// W2A8. kernel 0: mma_s8_gemm; 1: the Hopper kernel for many tokens; 2:",
+        "// mma_s8_gemm that quantizes the tokens itself.",
+        *table("kW2A8Table", "w2a8", data),
+        "// clang-format on",
+        "",
+        "}  // namespace vllm::ternary",
     ]
-    for entry in sorted(data["entries"], key=lambda e: (e["M"], e["N"], e["K"])):
-        way = best(entry["times"])
-        kernel = int(way["kernel"] == "sm90")
-        cut = f"{kernel}, {way.get('split', 1)}, {way.get('waves', 1)}"
-        lines.append(
-            f"    {{{entry['M']}, {entry['N']}, {entry['K']}, {cut}}},"
-            f"  // {way['microseconds']:.1f} us"
-        )
-    lines += ["    // clang-format on", "};", "", "}  // namespace vllm::ternary"]
     return "\n".join(lines) + "\n"
+
+
+def table(name: str, op: str, data: dict[str, Any]) -> list[str]:
+    """The lines of one array of the header."""
+    lines = [f"inline constexpr DispatchEntry {name}[] = {{"]
+    for entry in sorted(data["entries"], key=key):
+        if key(entry)[0] == op:
+            way = best(entry["times"])
+            kernel = KERNELS[op][way["kernel"]]
+            split, waves = way.get("split", 1), way.get("waves", 1)
+            cut = f"{kernel}, {split}, {waves}, {way.get('variant', 0)}"
+            lines.append(
+                f"    {{{entry['M']}, {entry['N']}, {entry['K']}, {cut}}},"
+                f"  // {way['microseconds']:.1f} us"
+            )
+    return [*lines, "};"]
 
 
 def main() -> int:
@@ -164,15 +236,28 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=600, help="give up after so many seconds"
     )
+    parser.add_argument(
+        "--op", choices=["w2a16", "w2a8"], help="only these, keeping the others"
+    )
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", help="only these numbers of tokens, likewise"
+    )
     arguments = parser.parse_args()
     measurements = arguments.folder / "dispatch_table.json"
+    data = json.loads(measurements.read_text()) if measurements.is_file() else None
     if arguments.offline:
-        if not measurements.is_file():
+        if data is None:
             raise BuildError(f"{measurements} is missing; run without --offline first")
-        data = json.loads(measurements.read_text())
     else:
-        data = measure(arguments.seconds)
-        text = json.dumps(data, separators=(",", ":")).replace('{"N"', '\n{"N"')
+        asked = [
+            (op, size_m)
+            for op, tokens in TOKENS.items()
+            for size_m in tokens
+            if op == (arguments.op or op) and size_m in (arguments.tokens or tokens)
+        ]
+        new = measure(asked, arguments.seconds)
+        data = new if data is None else merged(data, new)
+        text = json.dumps(data, separators=(",", ":")).replace('{"op"', '\n{"op"')
         measurements.write_text(text + "\n")
     (arguments.folder / "dispatch_table.h").write_text(header(data))
     return 0

@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// Products of few tokens on int8 tensor cores: W2A8, and W2A16 with every
+// activation cut into four signed bytes.
+#pragma once
+
+#include "mma_gemm.h"
+
+namespace vllm::ternary {
+
+// W2A8: any block that is a multiple of 32 (or one per row), any scale type.
+bool mma_s8_supported(const W2A8Args& args);
+// With `quant`, tokens are quantized inside the kernel from its x, and what
+// `args` says of them is not read.
+void mma_s8_gemm(const W2A8Args& args, const MmaConfig& config,
+                 const QuantArgs* quant = nullptr);
+bool mma_s8_quantizes(const QuantArgs& quant, const W2A8Args& args);
+
+// W2A16: float16 scales, one for whole k tiles of 128, and no zero points.
+bool mma_s8_supported(const GemmArgs& args);
+void mma_s8_gemm(const GemmArgs& args, const MmaConfig& config);
+
+}  // namespace vllm::ternary
