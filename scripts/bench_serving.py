@@ -45,9 +45,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         tie_word_embeddings=True,
     ),
 }
-BLOCK_SIZE = 128
 # (requests at once, tokens of each)
-EMBEDDINGS = [(1, 32), (1, 512), (16, 512), (256, 512)]
+EMBEDDINGS = [(1, 32), (16, 32), (1, 512), (16, 512), (256, 512)]
 DECODES = [1, 16, 128]
 GENERATED = 128
 
@@ -65,6 +64,12 @@ def parse_arguments() -> argparse.Namespace:
         help="ternary: the linear layers; ternary-all: embedding and head, too",
     )
     parser.add_argument("--activation-bits", type=int, choices=[8], default=None)
+    parser.add_argument(
+        "--block-size",
+        type=lambda text: text if text == "row" else int(text),
+        default=128,
+        help='weights under one scale along K, or "row" (default: %(default)s)',
+    )
     parser.add_argument("--task", choices=["generate", "embed"], default="generate")
     parser.add_argument("--dtype", default="bfloat16", help="of activations")
     parser.add_argument("--vocab-size", type=int, default=151936)
@@ -97,7 +102,7 @@ def write_model(folder: Path, args: argparse.Namespace) -> None:
     if ternary:
         quantization: dict[str, Any] = {
             "quant_method": "ternary",
-            "block_size": BLOCK_SIZE,
+            "block_size": args.block_size,
         }
         if args.activation_bits:
             quantization["activation_bits"] = args.activation_bits
@@ -121,7 +126,8 @@ def write_model(folder: Path, args: argparse.Namespace) -> None:
         t = torch.randint(
             -1, 2, (n, k), dtype=torch.int8, device=device, generator=generator
         )
-        scale = torch.rand(n, k // BLOCK_SIZE, device=device, generator=generator)
+        blocks = 1 if args.block_size == "row" else k // args.block_size
+        scale = torch.rand(n, blocks, device=device, generator=generator)
         return {
             f"{module}.packed_ternary_weight": fmt.pack(t),
             f"{module}.weight_scale": ((scale + 0.5) * k**-0.5).half(),
@@ -251,9 +257,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), args)
         result = measure(Path(folder), args)
-    what = {
-        k: getattr(args, k) for k in ("shape", "weights", "activation_bits", "task")
-    }
+    names = ("shape", "weights", "activation_bits", "block_size", "task")
+    what = {k: getattr(args, k) for k in names}
     result = {**what, "dtype": args.dtype, "vllm": vllm.__version__, **result}
     if args.json:
         print("RESULT " + json.dumps(result))
