@@ -4,7 +4,8 @@
 """Measure the ternary kernels beside their peers on this machine.
 
 Every layer and number of tokens is timed in one run: the project's kernel, cuBLAS on
-full-precision weights, dequantize + cuBLAS, and Humming where it is installed. Cold
+full-precision weights, dequantize + cuBLAS, and Humming where it is installed; with
+16-bit activations and with 8-bit ones (the quantization of x in the time). Cold
 L2 (weights rotate through more than 300 MB), CUDA graphs, medians. The memory floor
 counts each byte once at the copy bandwidth measured in the same run.
 
@@ -34,6 +35,8 @@ LABELS = {
     "cublas": "cuBLAS",
     "dequantize+cublas": "dequantize + cuBLAS",
     "humming": "Humming W2A16",
+    "ternary_w2a8": "ternary W2A8 (ours)",
+    "humming_w2a8": "Humming W2A8",
 }
 
 
@@ -91,14 +94,16 @@ def parse_arguments() -> argparse.Namespace:
 def make_peers(layer: Any, dtype: Any, wanted: list[str], problems: list[str]) -> list:
     from lib.bench import peers
 
-    made: list[Any] = [peers.Ours(layer, dtype)]
+    made: list[Any] = [peers.Ours(layer, dtype), peers.OursW2A8(layer)]
     if "cublas" in wanted:
         made.append(peers.Cublas(layer, dtype))
     if "dequantize+cublas" in wanted:
         made.append(peers.Dequantized(layer, made[0]))
-    if "humming" in wanted and peers.humming_version():
+    for int8 in (False, True):
+        if "humming" not in wanted or not peers.humming_version():
+            break
         try:
-            made.append(peers.Humming(layer, dtype))
+            made.append(peers.Humming(layer, dtype, int8))
         except Exception as error:  # a peer that fails must not stop the others
             problems.append(f"humming, {layer.name}: {error!r}"[:300])
     return made

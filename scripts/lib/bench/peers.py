@@ -45,6 +45,29 @@ class Ours:
         return [call(*copy) for copy in copies]
 
 
+class OursW2A8:
+    """torch.ops._C.ternary_gemm_w2a8, a scale per row; x is quantized in the call."""
+
+    name = "ternary_w2a8"
+
+    def __init__(self, layer: Layer):
+        self.weight = random_weight(
+            layer.size_n, layer.size_k, layer.size_k, scale_dtype=torch.float32
+        )
+        copies = rotation(layer.size_n * layer.size_k / 4)
+        self.copies = [self.weight.weight.clone() for _ in range(copies)]
+
+    def calls(self, x: torch.Tensor) -> list[Call]:
+        op, w = torch.ops._C.ternary_gemm_w2a8, self.weight
+        copies = self.copies if x.shape[0] < 1024 else self.copies[:8]
+
+        def call(weight: torch.Tensor) -> Call:
+            sizes = (w.size_n, w.size_k, w.block_size)
+            return lambda: op(x, weight, w.scale, None, None, None, 1e-6, *sizes)
+
+        return [call(weight) for weight in copies]
+
+
 class Cublas:
     """torch.mm on the full-precision weight."""
 
@@ -93,20 +116,27 @@ class Dequantized:
 
 
 class Humming:
-    """Humming's 2-bit kernels with one scale per 128, compiled at first use."""
+    """Humming's 2-bit kernels with one scale per 128, compiled at first use.
 
-    name = "humming"
+    Args:
+        layer: whose sizes.
+        dtype: of activations and results.
+        int8: quantize the activations to int8, token by token.
 
-    def __init__(self, layer: Layer, dtype: torch.dtype):
+    """
+
+    def __init__(self, layer: Layer, dtype: torch.dtype, int8: bool = False):
         from humming.forward import humming_forward
         from humming.layer import HummingLayer
 
+        self.name = "humming_w2a8" if int8 else "humming"
         self.forward = humming_forward
         self.layer = HummingLayer(
             shape_n=layer.size_n,
             shape_k=layer.size_k,
             weight_config={"dtype": "int2", "group_size": BLOCK_SIZE},
             torch_dtype=dtype,
+            **({"input_config": {"dtype": "int8"}} if int8 else {}),
         ).cuda()
         full = torch.randn(layer.size_n, layer.size_k, device="cuda", dtype=dtype)
         self.layer.load_from_unquantized(full)

@@ -28,6 +28,46 @@ def ratios(result: dict[str, Any]) -> dict[int, list[float]]:
     return found
 
 
+def w2a8_ratios(result: dict[str, Any]) -> dict[int, dict[str, list[float]]]:
+    """cuBLAS, Humming W2A8 and our W2A16 over our W2A8, by number of tokens."""
+    found: dict[int, dict[str, list[float]]] = {}
+    for row in result["rows"]:
+        ours = row.get("ternary_w2a8", math.nan)
+        for name in ("cublas", "humming_w2a8", "ternary"):
+            value = row.get(name, math.nan) / ours
+            if math.isfinite(value):
+                found.setdefault(row["M"], {}).setdefault(name, []).append(value)
+    return found
+
+
+def _w2a8_table(result: dict[str, Any]) -> list[str]:
+    heads = {
+        "cublas": "cuBLAS bf16 / ours",
+        "humming_w2a8": "Humming W2A8 / ours",
+        "ternary": "our W2A16 / W2A8",
+    }
+    lines = [
+        "",
+        "8-bit activations, quantized within the call, and one float32 scale a row",
+        "(Humming: one per 128). Geometric mean (least):",
+        "",
+        "| M | " + " | ".join(heads.values()) + " | target |",
+        "|---" * (len(heads) + 2) + "|",
+    ]
+    for size_m, by_name in sorted(w2a8_ratios(result).items()):
+        cells = [
+            f"{geometric_mean(by_name[name]):.2f} ({min(by_name[name]):.2f})"
+            if name in by_name
+            else "-"
+            for name in heads
+        ]
+        target = "W2A16 / W2A8 1.0" if size_m <= 16 else "Humming 1.0"
+        if size_m >= 1024:
+            target = "cuBLAS 1.5"
+        lines.append(f"| {size_m} | {' | '.join(cells)} | {target} |")
+    return lines
+
+
 def geometric_mean(values: list[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
@@ -55,6 +95,8 @@ def markdown(result: dict[str, Any], labels: dict[str, str]) -> str:
         target = f"{TARGETS[size_m]:.2f}" if size_m in TARGETS else "-"
         mean = geometric_mean(values)
         lines.append(f"| {size_m} | {mean:.2f} | {min(values):.2f} | {target} |")
+    if any("ternary_w2a8" in row for row in result["rows"]):
+        lines += _w2a8_table(result)
     lines += [
         "",
         "| layer (N x K) | M | "
