@@ -14,15 +14,20 @@ import torch
 from load_models import load_all
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from lib.validate.ranks import LayerSpec, load, tensor_parallel
 from vllm.distributed import parallel_state
+from vllm.model_executor.layers.quantization.ternary import TernaryConfig
 from vllm.model_executor.layers.quantization.ternary.schemes import (
     Scheme,
     SchemeTable,
 )
 from vllm.model_executor.layers.quantization.utils import ternary_format as fmt
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.gpu.spec_decode.eagle.utils import _should_share
 
@@ -115,6 +120,23 @@ def test_draft_models(own: bool, draft_is_ternary: bool) -> None:
     assert draft.model.embed_tokens is expected and draft.lm_head is expected
     for flag in ("has_own_embed_tokens", "has_own_lm_head"):
         assert _should_share(draft, flag, table, target) is not own
+
+
+def test_tied_head_of_a_model_with_further_tables() -> None:
+    """It has the settings of the token embedding, whatever is made in between."""
+    config = TernaryConfig.from_config(
+        {"module_overrides": {"model.embed_tokens": {"kind": "ternary"}}}
+    )
+    sizes = dict(vocab_size=ROWS, hidden_size=HIDDEN, num_attention_heads=2)
+    model = LlamaConfig(**sizes, tie_word_embeddings=True)
+    config.maybe_update_config("", hf_config=model)
+    # As in Llama, which gives no name, and as a table of positions.
+    tokens = VocabParallelEmbedding(ROWS, HIDDEN, quant_config=config)
+    positions = VocabParallelEmbedding(ROWS + 1, HIDDEN, quant_config=config)
+    head = ParallelLMHead(ROWS, HIDDEN, quant_config=config, prefix="lm_head")
+    assert tokens.prefix == "model.embed_tokens"
+    ternary = [hasattr(x, "packed_ternary_weight") for x in (tokens, positions, head)]
+    assert ternary == [True, False, True]
 
 
 @pytest.mark.parametrize("method", ["from_2_way_softmax", "no_post_processing"])

@@ -121,6 +121,8 @@ class BitNetConfig(TernaryConfig):
 
     """
 
+    # Embeddings are never quantized, and a head's rows are packed together.
+    names_vocabulary = False
     reads_head_rows = False
 
     def __init__(

@@ -189,7 +189,8 @@ class TernaryConfig(QuantizationConfig):
         if is_head and self.tied_embeddings:
             return self.embedding_scheme
         scheme = self.schemes.explicit(prefix)
-        if not is_head:
+        # A model may have further tables, of positions or for each layer.
+        if not is_head and scheme is not None:
             self.embedding_scheme = scheme
         return scheme
 
