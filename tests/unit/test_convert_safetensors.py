@@ -196,6 +196,14 @@ def test_stored_copy_of_a_tied_head_is_dropped(tmp_path, capsys):
     assert "lm_head.weight dropped" in capsys.readouterr().out
 
 
+def test_transposed_weights_are_refused(tmp_path, capsys):
+    config = transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=1, n_head=4)
+    build.save(transformers.GPT2LMHeadModel(config), tmp_path / "in")
+    arguments = ["--quantize", "absmean"]
+    assert convert(tmp_path / "in", tmp_path / "out", *arguments) == 1
+    assert "type gpt2 store their weights [inputs, outputs]" in capsys.readouterr().err
+
+
 def test_mamba_mixers_are_left_alone(tmp_path):
     """The first kind, which vLLM does not quantize; the second it does."""
     for name, kept in (("Mamba", True), ("Mamba2", False)):

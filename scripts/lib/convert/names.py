@@ -12,6 +12,9 @@ _OTHER_TOWERS = re.compile(
     r"(^|\.)(vision\w*|visual\w*|audio\w*|image\w*|multi_modal\w*|mm_\w+)\."
 )
 _NOT_LINEAR = re.compile(r"embed|norm|conv|relative_attention_bias", re.IGNORECASE)
+TRANSPOSED = {"gpt2", "openai-gpt"}
+"""Types of models whose projections are transformers' ``Conv1D``."""
+
 # vLLM's first Mamba mixer has no quantized layers.
 _MAMBA_1 = {"mamba": ".mixer.", "falcon_mamba": ".mixer.", "jamba": ".mamba."}
 

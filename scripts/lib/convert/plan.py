@@ -105,6 +105,12 @@ class Plan:
 def make_plan(source: Source, options: Options, progress: Progress) -> Plan:
     """Reads what must be looked at (every weight that has to be ternary already)
     and decides. Raises ConversionError or TernaryFormatError naming the tensor."""
+    if (model_type := source.config.get("model_type")) in names.TRANSPOSED:
+        raise ConversionError(
+            f"{source.path}: models of type {model_type} store their weights "
+            "[inputs, outputs], which the converter does not turn around. Serve this "
+            "one unquantized."
+        )
     notes = list(source.notes)
     entries = _drop_tied_head(source, notes)
     patterns = [*source.not_convert, *options.not_convert]
