@@ -33,6 +33,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
+from .checkpoint_files import refuse_load_format
 from .config import TernaryConfig
 from .linear import TernaryLinearMethod
 from .parameters import (
@@ -41,7 +42,6 @@ from .parameters import (
     checkpoint_name,
     logical_rows,
     mark_loaded,
-    refuse_load_format,
 )
 from .schemes import (
     UNQUANTIZED,

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""A look at a checkpoint's files before any of them is loaded."""
+"""A look at a checkpoint before it is loaded: its files, and how they are read."""
 
 import json
 import struct
 from pathlib import Path
 
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.quantization.utils.ternary_format import (
     TernaryFormatError,
 )
+
+# Loaders of what vLLM saved of a loaded model, in the layout of its kernels.
+_SAVED_MODEL_FORMATS = ("sharded_state", "runai_streamer_sharded", "tensorizer")
 
 _HEADER_LENGTH = struct.Struct("<Q")
 
@@ -61,3 +65,24 @@ def _expected_size(file: Path) -> int:
                 "Copy or download it again",
             ) from None
     return begin + max(ends, default=0)
+
+
+def loads_no_tensors() -> bool:
+    """Whether the parameters are filled at random, without a weight loader."""
+    return _load_format() == "dummy"
+
+
+def refuse_load_format(method: str) -> None:
+    """Raises ValueError for a load format that ternary layers do not have, and why."""
+    if (load_format := _load_format()) in _SAVED_MODEL_FORMATS:
+        raise ValueError(
+            f"load_format is {load_format}, which quantization {method} does not "
+            "support: it reads weights in the layout of the kernels, and ternary "
+            "layers load those of the checkpoint. Leave --load-format out and give "
+            "the checkpoint itself."
+        )
+
+
+def _load_format() -> str | None:
+    config = get_current_vllm_config_or_none()
+    return None if config is None else str(config.load_config.load_format)

@@ -20,13 +20,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.platforms import current_platform
 
-from .checkpoint_files import check_safetensors_files
+from .checkpoint_files import check_safetensors_files, refuse_load_format
 from .embedding import TernaryEmbeddingMethod
 from .int8 import TernaryInt8LinearMethod
 from .linear import TernaryLinearMethod
 from .load_report import LoadReport
 from .moe import TernaryMoEMethod, expert_schemes
-from .parameters import refuse_load_format
 from .schemes import UNQUANTIZED, Scheme, SchemeTable, TernaryConfigError
 
 if TYPE_CHECKING:

@@ -36,6 +36,7 @@ from vllm.model_executor.layers.quantization.utils.ternary_layout import (
 from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
+from .checkpoint_files import loads_no_tensors
 from .load_report import report_of
 from .moe_forward import CPU_ACTIVATIONS, Projection, ternary_experts
 from .parameters import (
@@ -46,7 +47,6 @@ from .parameters import (
     InputCut,
     check_values,
     checked_tensor,
-    loads_no_tensors,
     not_ternary,
     warn_reserved,
 )

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -46,6 +45,7 @@ from vllm.model_executor.parameter import (
     PackedvLLMParameter,
 )
 
+from .checkpoint_files import loads_no_tensors
 from .schemes import Scheme
 
 logger = init_logger(__name__)
@@ -57,8 +57,6 @@ TENSORS = (PACKED, SCALE, ZERO_POINT)  # of any layer; a scheme may add a norm
 BIAS = "bias"
 
 _SHARD_INDEX = {"q": 0, "k": 1, "v": 2}
-# Loaders of what vLLM saved of a loaded model, in the layout of its kernels.
-_SAVED_MODEL_FORMATS = ("sharded_state", "runai_streamer_sharded", "tensorizer")
 
 
 # Layers whose loaders cut as their sizes say; a model's own class may do otherwise.
@@ -488,24 +486,3 @@ def check_all_loaded(layer: torch.nn.Module) -> bool:
             "it is stored unquantized",
         )
     return True
-
-
-def loads_no_tensors() -> bool:
-    """Whether the parameters are filled at random, without a weight loader."""
-    return _load_format() == "dummy"
-
-
-def refuse_load_format(method: str) -> None:
-    """Raises ValueError for a load format that ternary layers do not have, and why."""
-    if (load_format := _load_format()) in _SAVED_MODEL_FORMATS:
-        raise ValueError(
-            f"load_format is {load_format}, which quantization {method} does not "
-            "support: it reads weights in the layout of the kernels, and ternary "
-            "layers load those of the checkpoint. Leave --load-format out and give "
-            "the checkpoint itself."
-        )
-
-
-def _load_format() -> str | None:
-    config = get_current_vllm_config_or_none()
-    return None if config is None else str(config.load_config.load_format)
