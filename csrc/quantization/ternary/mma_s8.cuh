@@ -199,17 +199,18 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
       if (c0 != k0 || part > 0) {
         __syncthreads();  // what was staged has been used
       }
-      if (c0 == k0 && (kRow || a.bias)) {  // the scale and the bias of each row
-        for (int i = threadIdx.x; i < units * kRows; i += S::kThreads) {
-          const int n = u0 * kRows + i;
-          float2 row = {};
-          if (kRow) row.x = load_as_float(a.scale, a.scale_dtype, n);
-          if (a.bias && n < a.N) {
-            row.y = to_float(static_cast<const T*>(a.bias)[n]);
-          }
-          row_table[i] = row;
+      // The scale and the bias of each row: on their way while x is waited for.
+      const int rows = c0 == k0 && (kRow || a.bias) ? units * kRows : 0;
+      auto load_row = [&](int i) {
+        const int n = u0 * kRows + i;
+        float2 row = {};
+        if (i < rows && kRow) row.x = load_as_float(a.scale, a.scale_dtype, n);
+        if (i < rows && a.bias && n < a.N) {
+          row.y = to_float(static_cast<const T*>(a.bias)[n]);
         }
-      }
+        return row;
+      };
+      const float2 first_row = load_row(threadIdx.x);
       if (kInput != S8Input::kBytes) {
         if (threadIdx.x < S::kTokens) {
           table[threadIdx.x].sum = 0;
@@ -228,6 +229,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kMinBlocks)
       } else {
         stage_quantized<S>(smem, starts, table, a, first_token, tokens, c0,
                            tiles, c0 == k0);
+      }
+      for (int i = threadIdx.x; i < rows; i += S::kThreads) {
+        row_table[i] = i == int(threadIdx.x) ? first_row : load_row(i);
       }
       __syncthreads();
       if constexpr (kGeneral) {

@@ -7,6 +7,8 @@
 // The order of roundings is that of the models' definition: norm in float32,
 // rounded to the activation's type, times the norm weight, rounded again unless
 // that weight is float32; then q = rint(v * (127 * (1 / max|v|))).
+#include <algorithm>
+
 #include "device_info.h"
 #include "mma_utils.cuh"
 
@@ -53,7 +55,7 @@ __device__ __forceinline__ void load_norm(float (&v)[8], const QuantArgs& a,
 }
 
 // Combines `v`, which is alike in all lanes of a warp, over the warps of the
-// CTA in a fixed order. Uses of one `shared` need a barrier between them.
+// CTA in a fixed order. Uses of one `shared` need another's barrier in between.
 template <typename V, typename Op>
 __device__ __forceinline__ V across_warps(V v, V* shared, Op op) {
   if ((threadIdx.x & 31) == 0) shared[threadIdx.x >> 5] = v;
@@ -64,157 +66,179 @@ __device__ __forceinline__ V across_warps(V v, V* shared, Op op) {
   return v;
 }
 
-// One CTA per token and grid.y-th part. A unit is sixteen values: k = 0..7 and
-// 16..23 of a group of 32 for even units, 8..15 and 24..31 for odd ones, which
-// is what sixteen successive bytes of xq hold. kUnits: units that a thread
-// keeps in registers; 0: any number, read again in each pass.
+// Every grid.x-th token and grid.y-th part. A unit is sixteen values: k = 0..7
+// and 16..23 of a group of 32 for even units, 8..15 and 24..31 for odd ones,
+// which is what sixteen successive bytes of xq hold. kUnits: units of a token
+// that a thread keeps in registers, while those of its next token are on their
+// way; 0: any number, read again in each pass.
 template <typename T, bool kNorm, int kUnits>
-__global__ void __launch_bounds__(max_threads(kUnits),
-                                  kUnits == 1 && !kNorm ? 3 : 1)
+__global__ void __launch_bounds__(max_threads(kUnits), kUnits == 1 ? 2 : 1)
     quantize_kernel(const __grid_constant__ QuantArgs a) {
   __shared__ float shared_float[32];
-  __shared__ uint32_t shared_max[2][32];
-  __shared__ int shared_sum[2][32];
+  __shared__ uint32_t shared_max[32];
+  __shared__ int shared_sum[32];
   pdl_launch_dependents();
   pdl_wait();
-  const int m = blockIdx.x;
-  const T* x = static_cast<const T*>(a.x) + int64_t(m) * a.ldx;
   const int units = a.K_pad / 16;
   const int count = kUnits ? kUnits : (units + blockDim.x - 1) / blockDim.x;
   constexpr int kHeld = kUnits ? kUnits : 1;
 
-  uint4 held[kHeld][2];
-  // Words 0..3 and 4..7: the two runs of eight values of this thread's unit i.
-  auto load = [&](int i, uint32_t (&w)[8], bool first) {
+  uint4 held[kHeld][2], next[kHeld][2];
+  auto load = [&](int m, int i, uint4(&to)[2]) {
+    const T* x = static_cast<const T*>(a.x) + int64_t(m) * a.ldx;
     const int u = threadIdx.x + i * blockDim.x;
-    uint4& p = held[kUnits ? i : 0][0];
-    uint4& q = held[kUnits ? i : 0][1];
-    if (first || !kUnits) {
-      p = q = make_uint4(0, 0, 0, 0);
-      if (u < units) {
-        const int k = u / 2 * 32 + (u & 1) * 8;
-        p = load_eight(x, k, a.K);
-        q = load_eight(x, k + 16, a.K);
-      }
-    }
-    w[0] = p.x, w[1] = p.y, w[2] = p.z, w[3] = p.w;
-    w[4] = q.x, w[5] = q.y, w[6] = q.z, w[7] = q.w;
-  };
-
-  float inverse = 1.0f;
-  if (kNorm) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < count; ++i) {
-      uint32_t w[8];
-      load(i, w, true);
-#pragma unroll
-      for (int c = 0; c < 8; ++c) {
-        const float2 v = unpack_two<T>(w[c]);
-        sum = fmaf(v.x, v.x, sum);
-        sum = fmaf(v.y, v.y, sum);
-      }
-    }
-#pragma unroll
-    for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
-    sum =
-        across_warps(sum, shared_float, [](float p, float q) { return p + q; });
-    inverse =
-        __frcp_rn(__fsqrt_rn(__fadd_rn(__fdiv_rn(sum, float(a.K)), a.eps)));
-  }
-
-  // The sixteen values to quantize of unit i: those of word c are v[2 c] and
-  // v[2 c + 1].
-  auto values = [&](int i, int part, float (&v)[16], bool first) {
-    uint32_t w[8];
-    load(i, w, first);
-#pragma unroll
-    for (int c = 0; c < 8; ++c) {
-      const float2 p = unpack_two<T>(w[c]);
-      v[2 * c] = p.x;
-      v[2 * c + 1] = p.y;
-    }
-    if (!kNorm) return;
-    const int u = threadIdx.x + i * blockDim.x;
-    const int k = u / 2 * 32 + (u & 1) * 8;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float factor[8] = {};
-      if (u < units) load_norm(factor, a, int64_t(part) * a.K, k + 16 * h);
-#pragma unroll
-      for (int c = 0; c < 8; ++c) {
-        float& value = v[8 * h + c];
-        value = to_float(from_float<T>(__fmul_rn(value, inverse)));
-        value = __fmul_rn(value, factor[c]);
-        if (a.norm_dtype != DType::kFloat)
-          value = to_float(from_float<T>(value));
-      }
+    to[0] = to[1] = make_uint4(0, 0, 0, 0);
+    if (u < units && m < a.M) {
+      const int k = u / 2 * 32 + (u & 1) * 8;
+      to[0] = load_eight(x, k, a.K);
+      to[1] = load_eight(x, k + 16, a.K);
     }
   };
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i) load(blockIdx.x, i, next[i]);
 
-  for (int part = blockIdx.y, turn = 0; part < a.parts;
-       part += gridDim.y, turn ^= 1) {
-    // As integers, so that infinity and NaN compare above every number.
-    uint32_t most = 0;
+  for (int m = blockIdx.x; m < a.M; m += gridDim.x) {
 #pragma unroll
-    for (int i = 0; i < count; ++i) {
-      float v[16];
-      values(i, part, v, !kNorm && part == blockIdx.y);
-#pragma unroll
-      for (int c = 0; c < 16; ++c) {
-        most = max(most, __float_as_uint(v[c]) & 0x7fffffffu);
-      }
+    for (int i = 0; i < kUnits; ++i) {
+      held[i][0] = next[i][0];
+      held[i][1] = next[i][1];
+      load(m + gridDim.x, i, next[i]);
     }
-    most = across_warps(__reduce_max_sync(~0u, most), shared_max[turn],
-                        [](uint32_t p, uint32_t q) { return max(p, q); });
-    const float bound = fmaxf(__uint_as_float(most), 1e-5f);
-    // As torch evaluates 127 / bound: a quotient rounds differently.
-    const float factor = __fmul_rn(127.0f, __frcp_rn(bound));
+    // The two runs of eight values of this thread's unit i.
+    auto words = [&](int i, uint32_t (&w)[8]) {
+      uint4(&v)[2] = held[kUnits ? i : 0];
+      if (!kUnits) load(m, i, v);
+      w[0] = v[0].x, w[1] = v[0].y, w[2] = v[0].z, w[3] = v[0].w;
+      w[4] = v[1].x, w[5] = v[1].y, w[6] = v[1].z, w[7] = v[1].w;
+    };
 
-    const int64_t row = int64_t(part) * a.M + m;
-    int total = 0;
+    float inverse = 1.0f;
+    if (kNorm) {
+      float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < count; ++i) {
-      float v[16];
-      values(i, part, v, false);
-      // |v * factor| is at most 127 and a rounding error, so adding 1.5 * 2^23
-      // rounds it half to even and leaves the integer in the low byte.
-      uint32_t q[16], out[4];
+      for (int i = 0; i < count; ++i) {
+        uint32_t w[8];
+        words(i, w);
 #pragma unroll
-      for (int c = 0; c < 16; ++c) {
-        q[c] = __float_as_uint(__fadd_rn(__fmul_rn(v[c], factor), 12582912.0f));
-      }
-      int sum = 0;
-#pragma unroll
-      for (int t = 0; t < 4; ++t) {
-        out[t] = __byte_perm(__byte_perm(q[2 * t], q[8 + 2 * t], 0x0040),
-                             __byte_perm(q[2 * t + 1], q[9 + 2 * t], 0x0040),
-                             0x5410);
-        sum = __dp4a(int(out[t]), 0x01010101, sum);
-      }
-      const int u = threadIdx.x + i * blockDim.x;
-      if (u < units) {
-        *reinterpret_cast<uint4*>(a.xq + row * a.K_pad + u * 16) =
-            make_uint4(out[0], out[1], out[2], out[3]);
-      } else {
-        sum = 0;  // NaN times zero is no zero
-      }
-      total += sum;
-      if (a.xsum_tiles) {  // a k tile is eight units
-#pragma unroll
-        for (int d = 1; d < 8; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
-        if (u < units && u % 8 == 0) {
-          const int64_t tile = int64_t(part) * (a.K_pad / 128) + u / 8;
-          a.xsum_tiles[tile * a.M + m] = sum;
+        for (int c = 0; c < 8; ++c) {
+          const float2 v = unpack_two<T>(w[c]);
+          sum = fmaf(v.x, v.x, sum);
+          sum = fmaf(v.y, v.y, sum);
         }
       }
+#pragma unroll
+      for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
+      sum = across_warps(sum, shared_float,
+                         [](float p, float q) { return p + q; });
+      inverse =
+          __frcp_rn(__fsqrt_rn(__fadd_rn(__fdiv_rn(sum, float(a.K)), a.eps)));
     }
-    total = across_warps(__reduce_add_sync(~0u, total), shared_sum[turn],
-                         [](int p, int q) { return p + q; });
-    if (threadIdx.x == 0) {
-      a.xsum[row] = total;
-      a.xs[row] = most < kInfinity ? __fdiv_rn(bound, 127.0f)
-                                   : __uint_as_float(0x7fffffffu);
+
+    // The sixteen values to quantize of unit i: those of word c are v[2 c] and
+    // v[2 c + 1].
+    auto values = [&](int i, int part, float (&v)[16]) {
+      uint32_t w[8];
+      words(i, w);
+#pragma unroll
+      for (int c = 0; c < 8; ++c) {
+        const float2 p = unpack_two<T>(w[c]);
+        v[2 * c] = p.x;
+        v[2 * c + 1] = p.y;
+      }
+      if (!kNorm) return;
+      const int u = threadIdx.x + i * blockDim.x;
+      const int k = u / 2 * 32 + (u & 1) * 8;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float factor[8] = {};
+        if (u < units) load_norm(factor, a, int64_t(part) * a.K, k + 16 * h);
+#pragma unroll
+        for (int c = 0; c < 8; ++c) {
+          float& value = v[8 * h + c];
+          value = to_float(from_float<T>(__fmul_rn(value, inverse)));
+          value = __fmul_rn(value, factor[c]);
+          if (a.norm_dtype != DType::kFloat) {
+            value = to_float(from_float<T>(value));
+          }
+        }
+      }
+    };
+
+    for (int part = blockIdx.y; part < a.parts; part += gridDim.y) {
+      // As integers, so that infinity and NaN compare above every number.
+      uint32_t most = 0;
+#pragma unroll
+      for (int i = 0; i < count; ++i) {
+        if (kNorm) {
+          float v[16];
+          values(i, part, v);
+#pragma unroll
+          for (int c = 0; c < 16; ++c) {
+            most = max(most, __float_as_uint(v[c]) & 0x7fffffffu);
+          }
+        } else {  // two at a time
+          uint32_t w[8];
+          words(i, w);
+#pragma unroll
+          for (int c = 0; c < 8; ++c) most = __vmaxu2(most, w[c] & 0x7fff7fffu);
+        }
+      }
+      if (!kNorm) {
+        const uint32_t top = max(most & 0xffffu, most >> 16);
+        most = __float_as_uint(to_float(reinterpret_cast<const T&>(top)));
+      }
+      most = across_warps(__reduce_max_sync(~0u, most), shared_max,
+                          [](uint32_t p, uint32_t q) { return max(p, q); });
+      const float bound = fmaxf(__uint_as_float(most), 1e-5f);
+      // As torch evaluates 127 / bound: a quotient rounds differently.
+      const float factor = __fmul_rn(127.0f, __frcp_rn(bound));
+
+      const int64_t row = int64_t(part) * a.M + m;
+      int total = 0;
+#pragma unroll
+      for (int i = 0; i < count; ++i) {
+        float v[16];
+        values(i, part, v);
+        // |v * factor| is at most 127 and a rounding error, so adding 1.5 *
+        // 2^23 rounds it half to even and leaves the integer in the low byte.
+        uint32_t q[16], out[4];
+#pragma unroll
+        for (int c = 0; c < 16; ++c) {
+          q[c] =
+              __float_as_uint(__fadd_rn(__fmul_rn(v[c], factor), 12582912.0f));
+        }
+        int sum = 0;
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+          out[t] = __byte_perm(__byte_perm(q[2 * t], q[8 + 2 * t], 0x0040),
+                               __byte_perm(q[2 * t + 1], q[9 + 2 * t], 0x0040),
+                               0x5410);
+          sum = __dp4a(int(out[t]), 0x01010101, sum);
+        }
+        const int u = threadIdx.x + i * blockDim.x;
+        if (u < units) {
+          *reinterpret_cast<uint4*>(a.xq + row * a.K_pad + u * 16) =
+              make_uint4(out[0], out[1], out[2], out[3]);
+        } else {
+          sum = 0;  // NaN times zero is no zero
+        }
+        total += sum;
+        if (a.xsum_tiles) {  // a k tile is eight units
+#pragma unroll
+          for (int d = 1; d < 8; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+          if (u < units && u % 8 == 0) {
+            const int64_t tile = int64_t(part) * (a.K_pad / 128) + u / 8;
+            a.xsum_tiles[tile * a.M + m] = sum;
+          }
+        }
+      }
+      total = across_warps(__reduce_add_sync(~0u, total), shared_sum,
+                           [](int p, int q) { return p + q; });
+      if (threadIdx.x == 0) {
+        a.xsum[row] = total;
+        a.xs[row] = most < kInfinity ? __fdiv_rn(bound, 127.0f)
+                                     : __uint_as_float(0x7fffffffu);
+      }
     }
   }
 }
@@ -234,10 +258,12 @@ void launch(const QuantArgs& a) {
   }
   const int threads = ((units + per_thread - 1) / per_thread + 31) / 32 * 32;
   cudaLaunchConfig_t config = {};
-  // Parts side by side while that fills the device, else in turn: one read of
-  // x.
+  // A CTA per token and part while these fill the device; else as many CTAs as
+  // are resident, and each reads a token once for all parts.
   const bool few = int64_t(a.M) * threads < int64_t(device.processors) * 1024;
-  config.gridDim = dim3(unsigned(a.M), few ? unsigned(a.parts) : 1u);
+  const int resident = device.processors * std::max(1, 1024 / threads);
+  config.gridDim = dim3(unsigned(few ? a.M : std::min(a.M, resident)),
+                        few ? unsigned(a.parts) : 1u);
   config.blockDim = dim3(unsigned(threads));
   config.stream = a.stream;
   cudaLaunchAttribute attribute;
