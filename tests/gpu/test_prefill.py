@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The Hopper kernels for many tokens against float64, called past the dispatch table.
+"""The Hopper kernels for few and many tokens against float64, past the dispatch table.
 
 Needs an NVIDIA GPU of compute capability 9.0 and the ops: an installed patched vLLM,
 or TERNARY_LIBRARY.
@@ -103,17 +103,36 @@ def test_random_cases(batch, block_size, dtype):
         )
 
 
-@pytest.mark.parametrize("size_m", [64, 130, 256, 1000])
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT16])
+@pytest.mark.parametrize("block_size", [128, 256, 384, 1 << 20])
+@pytest.mark.parametrize("batch", range(4))
+def test_random_cases_of_few_tokens(batch, block_size, dtype):
+    """Scales of every type, also per block under float16 activations."""
+    rng = random.Random(f"few-{batch}-{block_size}-{dtype}")
+    for _ in range(12):
+        check(
+            rng.randint(1, 64),
+            rng.choice([1, 7, 8, 64, 72, 1000, 1024, rng.randint(1, 9000)]),
+            rng.choice([1, 4, 31, 127, 129, 1000, rng.randint(1, 13000)]),
+            block_size,
+            dtype,
+            seed=rng.randint(0, 1 << 30),
+            scale_dtype=rng.choice([HALF, BFLOAT16, torch.float32]),
+        )
+
+
+@pytest.mark.parametrize("size_m", [5, 8, 16, 24, 32, 48, 64, 130, 256, 1000])
 @pytest.mark.parametrize("size_n, size_k", LAYERS)
 def test_layers(size_n, size_k, size_m):
     check(size_m, size_n, size_k, 128, BFLOAT16, seed=size_m + size_n)
 
 
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT16])
-def test_zero_scales_and_large_ones(dtype):
+@pytest.mark.parametrize("size_m", [9, 200])
+def test_zero_scales_and_large_ones(size_m, dtype):
     gen = torch.Generator("cuda").manual_seed(3)
     w = random_weight(256, 1024, 128, generator=gen)
-    x = activations(200, 1024, dtype, gen)
+    x = activations(size_m, 1024, dtype, gen)
     w.row_scale[::3] = 0
     w.row_scale[1::3, ::2] = 2.0**-20  # subnormal in float16
     w.row_scale[2::3, 1::2] = 7.0
@@ -123,20 +142,21 @@ def test_zero_scales_and_large_ones(dtype):
     assert relative_error(y, expected) < TOLERANCE[dtype]
 
 
-def test_nan_and_infinity_come_through():
+@pytest.mark.parametrize("size_m", [10, 30, 64, 130])
+def test_nan_and_infinity_come_through(size_m):
     gen = torch.Generator("cuda").manual_seed(4)
     w = random_weight(128, 512, 128, generator=gen)
-    x = activations(130, 512, HALF, gen)
-    x[5, 7], x[129, 0] = float("nan"), float("inf")
+    x = activations(size_m, 512, HALF, gen)
+    x[5, 7], x[-1, 0] = float("nan"), float("inf")
     y = gemm(x, w)
     finite = torch.isfinite(y)
-    assert not bool(finite[5].any()) and not bool(finite[129].all())
-    finite[5], finite[129] = True, True
+    assert not bool(finite[5].any()) and not bool(finite[-1].all())
+    finite[5], finite[-1] = True, True
     assert bool(finite.all())
 
 
 @pytest.mark.parametrize("size_n, size_k", LAYERS)
-@pytest.mark.parametrize("size_m", [64, 128, 1024])
+@pytest.mark.parametrize("size_m", [16, 32, 64, 128, 1024])
 def test_runs_are_bit_identical(size_m, size_n, size_k):
     gen = torch.Generator("cuda").manual_seed(5)
     w = random_weight(size_n, size_k, 128, generator=gen)
@@ -145,13 +165,14 @@ def test_runs_are_bit_identical(size_m, size_n, size_k):
     assert all(torch.equal(first, gemm(x, w)) for _ in range(4))
 
 
+@pytest.mark.parametrize("size_m", [16, 192])
 @pytest.mark.parametrize("size_n, size_k", LAYERS)
-def test_chains_of_dependent_products(size_n, size_k):
+def test_chains_of_dependent_products(size_n, size_k, size_m):
     """Each product reads what the one before wrote, eager and as a graph."""
     gen = torch.Generator("cuda").manual_seed(6)
     there = random_weight(size_n, size_k, 128, generator=gen)
     back = random_weight(size_k, size_n, 128, generator=gen)
-    x = activations(192, size_k, BFLOAT16, gen)
+    x = activations(size_m, size_k, BFLOAT16, gen)
 
     def chain(x):
         for _ in range(3):
@@ -177,10 +198,11 @@ def test_chains_of_dependent_products(size_n, size_k):
         assert torch.equal(captured, expected)
 
 
-def test_streams_side_by_side():
+@pytest.mark.parametrize("size_m", [16, 256])
+def test_streams_side_by_side(size_m):
     gen = torch.Generator("cuda").manual_seed(7)
     w = [random_weight(2048, 2048, 128, generator=gen) for _ in range(4)]
-    x = activations(256, 2048, HALF, gen)
+    x = activations(size_m, 2048, HALF, gen)
     expected = [gemm(x, each) for each in w]
     streams = [torch.cuda.Stream() for _ in w]
     torch.cuda.synchronize()
@@ -200,4 +222,4 @@ def test_what_the_kernel_does_not_take_is_refused():
     with pytest.raises(RuntimeError, match="does not take this call"):
         gemm(activations(64, 480, HALF, gen), odd)
     with pytest.raises(RuntimeError, match="does not take this call"):
-        gemm(activations(64, 512, HALF, gen), other)
+        gemm(activations(65, 512, HALF, gen), other)

@@ -4,6 +4,7 @@
 // Entry of the Hopper prefill kernels: what they take, and the launch.
 #include <mutex>
 
+#include "sm90_prefill_few_launch.cuh"
 #include "sm90_prefill_launch.cuh"
 
 namespace vllm::ternary {
@@ -14,6 +15,7 @@ using namespace sm90;
 struct Device {
   int processors = 0;
   Slots slots{};
+  FewSlots few_slots{};
 };
 
 // How many blocks of the largest kind a device runs at one time, alone and in
@@ -32,6 +34,11 @@ const Device& device_of(int index) {
           "multiprocessor count");
     d.slots.clusters[0] = d.processors;
     for (int s = 1; s < 4; ++s) d.slots.clusters[s] = max_clusters(kSplits[s]);
+    for (int blocks = 1; blocks <= 2; ++blocks) {
+      for (int s = 1; s <= kFewMostSplit; ++s) {
+        d.few_slots.clusters[blocks - 1][s] = few_max_clusters(blocks, s);
+      }
+    }
     devices[i] = d;
     known[i] = true;
   }
@@ -47,27 +54,70 @@ void run(const PrefillArgs& a, const Plan& plan, Rows rows, Chain chain,
     throw std::runtime_error("ternary prefill: no kernel for the plan");
 }
 
-// The schedule of recent sizes: choosing takes some ten microseconds.
-const Schedule& schedule_of(int M, int N_pad, int K_pad, bool fine, int device,
-                            const Slots& slots) {
+// More tokens than this never go to the kernels for few.
+constexpr int kFewMostTokens = 1024;
+
+// Which kernels take a call.
+struct Takes {
+  bool few, many;
+  bool fine;  // several scales in a k-block
+};
+
+Takes takes(const PrefillArgs& a) {
+  const bool rows = a.num_blocks == 1;
+  Takes t;
+  t.fine = !rows && a.block_size < 128;
+  t.few = a.M <= kFewMostTokens && (rows || a.block_size % 128 == 0);
+  // Where many tokens meet a scale per block, the scale takes their type; fp16
+  // has not the range for others.
+  t.many =
+      rows ||
+      ((a.block_size == 32 || a.block_size == 64 || a.block_size % 128 == 0) &&
+       (a.dtype != DType::kHalf || a.scale_dtype == DType::kHalf));
+  return t;
+}
+
+// One way to compute a product: few tokens, or many (one launch or two).
+struct Way {
+  bool is_few = false;
+  FewPlan few;
+  Schedule many;
+};
+
+Way choose_way(int M, int N_pad, int K_pad, const Takes& t, const Device& d) {
+  Way w;
+  const int row_tiles = N_pad / 64, k_blocks = K_pad / 128;
+  float cost = 1e30f;
+  if (t.many) {
+    w.many = choose(M, N_pad, K_pad, t.fine, d.slots);
+    cost = w.many.cost;
+  }
+  if (t.few) {
+    const FewChoice c = few_choose(M, row_tiles, k_blocks, d.few_slots);
+    w.is_few = c.cost < cost;
+    w.few = c.plan;
+  }
+  return w;
+}
+
+// The ways of recent sizes: choosing takes some ten microseconds.
+const Way& way_of(const PrefillArgs& a, const Takes& t, const Device& d) {
   struct Entry {
-    int M = 0, N_pad = 0, K_pad = 0, fine = 0, device = 0;
-    Schedule schedule;
+    int M = 0, N_pad = 0, K_pad = 0, kind = 0, device = 0;
+    Way way;
   };
   constexpr unsigned kEntries = 256;
   static thread_local Entry entries[kEntries];
-  const unsigned hash = (unsigned(M) * 31u + unsigned(N_pad) / 64u) * 31u +
-                        unsigned(K_pad) / 128u + unsigned(fine);
+  const int kind = t.few + 2 * t.many + 4 * t.fine;
+  const unsigned hash = (unsigned(a.M) * 31u + unsigned(a.N_pad) / 64u) * 31u +
+                        unsigned(a.K_pad) / 128u + unsigned(kind);
   Entry& e = entries[(hash ^ (hash >> 8)) % kEntries];
-  if (e.M != M || e.N_pad != N_pad || e.K_pad != K_pad || e.fine != fine ||
-      e.device != device) {
-    e = {M, N_pad, K_pad, fine, device, choose(M, N_pad, K_pad, fine, slots)};
+  if (e.M != a.M || e.N_pad != a.N_pad || e.K_pad != a.K_pad ||
+      e.kind != kind || e.device != a.device) {
+    e = {a.M,  a.N_pad,  a.K_pad,
+         kind, a.device, choose_way(a.M, a.N_pad, a.K_pad, t, d)};
   }
-  return e.schedule;
-}
-
-bool fine_scales(const PrefillArgs& a) {
-  return a.num_blocks > 1 && a.block_size < 128;
+  return e.way;
 }
 
 }  // namespace
@@ -75,15 +125,8 @@ bool fine_scales(const PrefillArgs& a) {
 bool sm90_prefill_supported(const PrefillArgs& a) {
   if (a.dtype != DType::kHalf && a.dtype != DType::kBFloat16) return false;
   if (a.M < 1 || a.N < 1 || a.K < 1 || a.zero_point != nullptr) return false;
-  const bool rows = a.num_blocks == 1;
-  const bool blocks =
-      a.block_size == 32 || a.block_size == 64 || a.block_size % 128 == 0;
-  if (!rows && !blocks) return false;
-  // Under a scale per block the scale takes the activations' type; fp16 has not
-  // the range for others.
-  if (!rows && a.dtype == DType::kHalf && a.scale_dtype != DType::kHalf) {
-    return false;
-  }
+  const Takes t = takes(a);
+  if (!t.many && (!t.few || a.M > 64)) return false;
   const auto aligned = [](const void* p) {
     return reinterpret_cast<uintptr_t>(p) % 16 == 0;
   };
@@ -93,8 +136,14 @@ bool sm90_prefill_supported(const PrefillArgs& a) {
 
 void sm90_prefill_gemm(const PrefillArgs& a) {
   const Device& d = device_of(a.device);
-  const Schedule& s =
-      schedule_of(a.M, a.N_pad, a.K_pad, fine_scales(a), a.device, d.slots);
+  const Way& w = way_of(a, takes(a), d);
+  if (w.is_few) {
+    const bool found = a.dtype == DType::kHalf ? launch_few_half(a, w.few)
+                                               : launch_few_bfloat16(a, w.few);
+    if (!found) throw std::runtime_error("ternary prefill: no kernel for few");
+    return;
+  }
+  const Schedule& s = w.many;
   if (!s.two) {
     run(a, s.first, {0, a.N_pad}, Chain::kAlone, d.processors);
     return;

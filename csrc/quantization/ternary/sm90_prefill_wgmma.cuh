@@ -19,6 +19,10 @@ namespace vllm::ternary::sm90 {
 #define TERNARY_ACC32(d, i)                                                \
   TERNARY_ACC8(d, i), TERNARY_ACC8(d, (i) + 8), TERNARY_ACC8(d, (i) + 16), \
       TERNARY_ACC8(d, (i) + 24)
+#define TERNARY_REGS_0_3 "%0,%1,%2,%3"
+#define TERNARY_REGS_0_7 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define TERNARY_REGS_0_15 \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define TERNARY_REGS_0_31                                  \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
   "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
@@ -48,8 +52,29 @@ template <int kTokens, bool kBFloat16>
 __device__ __forceinline__ void wgmma(float (&d)[kTokens / 2],
                                       const uint32_t* a, uint64_t desc,
                                       bool add) {
-  static_assert(kTokens == 64 || kTokens == 128 || kTokens == 256);
-  if constexpr (kTokens == 64 && kBFloat16) {
+  static_assert(kTokens == 8 || kTokens == 16 || kTokens == 32 ||
+                kTokens == 64 || kTokens == 128 || kTokens == 256);
+  if constexpr (kTokens == 8 && kBFloat16) {
+    TERNARY_WGMMA("m64n8k16", "bf16", TERNARY_REGS_0_3, "{%4,%5,%6,%7}, %8",
+                  "%9", "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]));
+  } else if constexpr (kTokens == 8 && !kBFloat16) {
+    TERNARY_WGMMA("m64n8k16", "f16", TERNARY_REGS_0_3, "{%4,%5,%6,%7}, %8",
+                  "%9", "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]));
+  } else if constexpr (kTokens == 16 && kBFloat16) {
+    TERNARY_WGMMA("m64n16k16", "bf16", TERNARY_REGS_0_7, "{%8,%9,%10,%11}, %12",
+                  "%13", TERNARY_ACC8(d, 0));
+  } else if constexpr (kTokens == 16 && !kBFloat16) {
+    TERNARY_WGMMA("m64n16k16", "f16", TERNARY_REGS_0_7, "{%8,%9,%10,%11}, %12",
+                  "%13", TERNARY_ACC8(d, 0));
+  } else if constexpr (kTokens == 32 && kBFloat16) {
+    TERNARY_WGMMA("m64n32k16", "bf16", TERNARY_REGS_0_15,
+                  "{%16,%17,%18,%19}, %20", "%21", TERNARY_ACC8(d, 0),
+                  TERNARY_ACC8(d, 8));
+  } else if constexpr (kTokens == 32 && !kBFloat16) {
+    TERNARY_WGMMA("m64n32k16", "f16", TERNARY_REGS_0_15,
+                  "{%16,%17,%18,%19}, %20", "%21", TERNARY_ACC8(d, 0),
+                  TERNARY_ACC8(d, 8));
+  } else if constexpr (kTokens == 64 && kBFloat16) {
     TERNARY_WGMMA("m64n64k16", "bf16", TERNARY_REGS_0_31,
                   "{%32,%33,%34,%35}, %36", "%37", TERNARY_ACC32(d, 0));
   } else if constexpr (kTokens == 64 && !kBFloat16) {
@@ -83,8 +108,29 @@ __device__ __forceinline__ void wgmma(float (&d)[kTokens / 2],
 #undef TERNARY_REGS_64_127
 #undef TERNARY_REGS_32_63
 #undef TERNARY_REGS_0_31
+#undef TERNARY_REGS_0_15
+#undef TERNARY_REGS_0_7
+#undef TERNARY_REGS_0_3
 #undef TERNARY_ACC32
 #undef TERNARY_ACC8
+
+// The same product for one warp and eight tokens, at once: d[16, 8] += A[16,
+// 16] B[16, 8], B in registers.
+template <bool kBf16>
+__device__ __forceinline__ void mma_16816(float* d, const uint32_t* a,
+                                          uint32_t b0, uint32_t b1) {
+  if constexpr (kBf16) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
 
 // Orders earlier register writes (A, accumulators) before the next wgmma.
 __device__ __forceinline__ void wgmma_fence() {
