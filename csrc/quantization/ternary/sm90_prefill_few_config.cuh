@@ -19,7 +19,8 @@ struct FewConfig {
   // other.
   static constexpr bool kSync = kTokens == 8;
   // K-blocks of a stage.
-  static constexpr int kPair = kTokens <= 16 ? 2 : 1;
+  static constexpr int kPair =
+      kTokens <= 16 || (kTokens == 32 && kBlocks == 1) ? 2 : 1;
 
   static constexpr int kWarpgroups = kRows * kSets;
   static constexpr int kConsumers = kWarpgroups * 128;
