@@ -2,7 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // Boundary between the operator (cuda_bindings.cu) and the Hopper kernels for
-// many tokens (sm90_prefill*.cu, compiled for sm_90a only).
+// few and many tokens (sm90_prefill*.cu, compiled for sm_90a only).
 #pragma once
 
 #include <cuda_runtime_api.h>
