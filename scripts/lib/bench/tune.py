@@ -73,8 +73,7 @@ def candidates(op: str, size_m: int) -> Iterator[dict[str, Any]]:
                 for waves in WAVES if few else WAVES[:1]:
                     cut = {"split": split, "waves": waves, "variant": variant}
                     yield {"kernel": kernel, **cut}
-    if size_m > 1:
-        yield {"kernel": "sm90"}
+    yield {"kernel": "sm90"}
 
 
 def caller(op: str, way: dict[str, Any], sizes: tuple[int, int, int], processors: int):
