@@ -7,7 +7,6 @@ namespace vllm::ternary::s8 {
 bool launch_blocks(const W2A8Args& a, const Plan& plan, int num_sms) {
   switch (plan_key(plan.warpgroups, plan.tiles, plan.tokens, plan.sets)) {
     TERNARY_S8_VARIANT(ScaleMode::kBlock, 2, 1, 128, 1)
-    TERNARY_S8_VARIANT(ScaleMode::kBlock, 4, 1, 64, 1)
     TERNARY_S8_VARIANT(ScaleMode::kBlock, 3, 1, 64, 1)
     TERNARY_S8_VARIANT(ScaleMode::kBlock, 2, 1, 64, 1)
     default:

@@ -56,8 +56,7 @@ __device__ __forceinline__ uint32_t pack2(float lo, float hi) {
 }
 
 // An integer under 2^22 in size, exactly: added to the bits of 1.5 * 2^23 it
-// reads as that number plus the integer. Two instructions of half and full
-// rate, where the conversion has an eighth of that.
+// reads as that number plus the integer.
 __device__ __forceinline__ float to_float(int v) {
   return __int_as_float(v + 0x4B400000) - 12582912.0f;
 }

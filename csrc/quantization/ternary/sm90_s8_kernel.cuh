@@ -209,13 +209,26 @@ __device__ __forceinline__ void load_scales(DType dtype, uint32_t base, int row,
   }
 }
 
+// Named barriers: 1.. of a warpgroup, these between neighbours and between
+// sets.
+constexpr int kFirstTurn = 4, kSumsLeft = 8, kSumsTaken = 12;
+
+// pair_arrive without a branch, which ptxas would not follow.
+__device__ __forceinline__ void pair_arrive_if(bool yes, int id) {
+  asm volatile(
+      "{\n.reg .pred yes;\nsetp.ne.b32 yes, %0, 0;\n"
+      "@yes bar.arrive %1, 256;\n}" ::"r"(int(yes)),
+      "r"(id)
+      : "memory");
+}
+
 template <int kCount>
 __device__ __forceinline__ void add_scaled(float (&sum)[kCount],
                                            const int (&acc)[kCount],
                                            const float (&scale)[2]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    sum[i] = fmaf(to_float(acc[i]), scale[i / 2 % 2], sum[i]);
+    sum[i] = fmaf(__int2float_rn(acc[i]), scale[i / 2 % 2], sum[i]);
   }
 }
 
@@ -224,14 +237,21 @@ __device__ __forceinline__ void add_scaled(float (&sum)[kCount],
 // meanwhile. (With two int32 sums in turn ptxas waits after every single wgmma:
 // its note C7514.)
 template <typename C, typename Release>
-__device__ __forceinline__ void multiply_blocks(
-    const KernelParams& p, const Place& at, const Consumer& me, int count,
-    Ring<C::kStages>& ring, float (&sum)[1][C::kTokens / 2], Release release) {
+__device__ __forceinline__ void multiply_blocks(const KernelParams& p,
+                                                const Place& at,
+                                                const Consumer& me, int count,
+                                                Ring<C::kStages>& ring,
+                                                float (&sum)[1][C::kTokens / 2],
+                                                bool first, Release release) {
   uint32_t a[2][16];
   int acc[C::kTokens / 2];
   const int scale_row = me.warpgroup * 64 + me.warp * 16 + me.lane / 4;
 #pragma unroll
   for (int i = 0; i < C::kTokens / 2; ++i) sum[0][i] = 0.0f;
+  // Warpgroups start one after another and stay so: together they would share
+  // the tensor cores until all finish, and leave them idle while all scale.
+  if (first && me.warpgroup > 0) pair_wait(kFirstTurn + me.warpgroup);
+  first = first && me.warpgroup + 1 < C::kWarpgroups;
 #pragma unroll 1
   for (int n = 0; n < count; ++n) {
     const uint32_t base = at.stages + ring.stage * C::kStageBytes;
@@ -240,26 +260,25 @@ __device__ __forceinline__ void multiply_blocks(
     float scale[2][2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      decode(ld_shared_v4(base + code_offset<C>(me) + h * 512), a[h]);
       load_scales(p.scale_dtype, base + C::kScalesAt + h * C::kScaleRow,
                   scale_row, scale[h]);
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
+      decode(ld_shared_v4(base + code_offset<C>(me) + h * 512), a[h]);
       multiply_half<C::kTokens>(acc, a[h], desc + ((h * C::kHalfBytes) >> 4),
                                 false);
       wgmma_wait<0>();
 #pragma unroll
       for (int i = 0; i < C::kTokens / 2; ++i) keep_until_here(acc[i]);
+      if (h == 0)
+        pair_arrive_if(first && n == 0, kFirstTurn + me.warpgroup + 1);
       if (h == 1) release(ring.stage);
       add_scaled(sum[0], acc, scale[h]);
     }
     ring.advance(1);
   }
 }
-
-// Named barriers: 1.. of a warpgroup, and these between two sets.
-constexpr int kSumsLeft = 8, kSumsTaken = 12;
 
 template <typename C>
 __device__ __forceinline__ void consume(const KernelParams& p, const Maps& maps,
@@ -291,7 +310,7 @@ __device__ __forceinline__ void consume(const KernelParams& p, const Maps& maps,
     if constexpr (C::kMode == ScaleMode::kRow) {
       multiply_rows<C>(at, me, count, ring, acc, release);
     } else {
-      multiply_blocks<C>(p, at, me, count, ring, acc, release);
+      multiply_blocks<C>(p, at, me, count, ring, acc, i == at.cluster, release);
     }
     if constexpr (C::kSets == 2) {
       if (me.set == 1) {

@@ -16,27 +16,32 @@ struct Plan {
   int split;  // blocks that share a tile along K: 1, 2, 4, 8
 };
 
-// Microseconds on an H200: `unit` for one 64-row tile of 256 k, `wave` for the
+// Microseconds on an H200, fitted to timings of six layers at M = 16..4096
+// (docs/kernels_w2a8.md): `unit` for one 64-row tile of 256 k, `wave` for the
 // ends of one tile.
 struct Variant {
   int warpgroups, tiles, tokens, sets;
   float unit, wave;
 };
 constexpr Variant kRowVariants[] = {
-    {2, 2, 128, 1, 0.3101f, 2.65f}, {3, 1, 128, 1, 0.3084f, 1.74f},
-    {2, 1, 128, 1, 0.3105f, 1.69f}, {3, 2, 64, 1, 0.1579f, 2.56f},
-    {2, 2, 64, 1, 0.1634f, 2.21f},  {4, 1, 64, 1, 0.1597f, 1.48f},
-    {3, 1, 64, 1, 0.1908f, 1.06f},  {2, 1, 64, 2, 0.1844f, 0.83f},
-    {2, 1, 64, 1, 0.2086f, 0.67f},
+    {2, 2, 128, 1, 0.2996f, 3.14f}, {3, 1, 128, 1, 0.2981f, 2.30f},
+    {2, 1, 128, 1, 0.3021f, 1.92f}, {3, 2, 64, 1, 0.1531f, 2.89f},
+    {2, 2, 64, 1, 0.1632f, 2.33f},  {4, 1, 64, 1, 0.1567f, 1.61f},
+    {3, 1, 64, 1, 0.1906f, 1.43f},  {2, 1, 64, 2, 0.1714f, 1.37f},
+    {2, 1, 64, 1, 0.2055f, 1.11f},
 };
 constexpr Variant kBlockVariants[] = {
-    {2, 1, 128, 1, 0.40f, 1.74f},
-    {3, 1, 64, 1, 0.22f, 0.95f},
-    {2, 1, 64, 1, 0.26f, 0.50f},
+    {2, 1, 128, 1, 0.5231f, 1.98f},
+    {3, 1, 64, 1, 0.2919f, 1.39f},
+    {2, 1, 64, 1, 0.3316f, 0.96f},
 };
-constexpr float kLaunchCost = 1.4f;
-constexpr float kSplitCost = 1.2f;       // meeting of the blocks of a cluster
-constexpr float kExchangeCost = 0.046f;  // per KiB of partial sums of a block
+
+// What a split adds: the meeting of the blocks of a cluster, and each KiB of
+// partial sums that a block sends.
+struct SplitCost {
+  float meeting, exchange;
+};
+constexpr SplitCost kRowSplit = {1.8f, 0.05f}, kBlockSplit = {2.8f, 0.016f};
 
 // Thread blocks that run at one time, as clusters of 1, 2, 4 and 8.
 struct Slots {
@@ -48,7 +53,8 @@ inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Time of N rows by M tokens under a variant and a split.
 inline float launch_cost(const Variant& v, int split_log2, int M, int N,
-                         int stages, const Slots& slots) {
+                         int stages, const SplitCost& cost,
+                         const Slots& slots) {
   const int split = kSplits[split_log2], rows = v.warpgroups * v.tiles;
   const int tiles = ceil_div(N, rows * 64) * ceil_div(M, v.tokens);
   const int waves = ceil_div(tiles, slots.clusters[split_log2]);
@@ -56,21 +62,21 @@ inline float launch_cost(const Variant& v, int split_log2, int M, int N,
   if (split > 1) {
     // A tile of 64 rows holds tokens / 4 KiB of partial sums.
     const float sent = rows * v.tokens * 0.25f * (split - 1) / split;
-    wave += kSplitCost + kExchangeCost * sent;
+    wave += cost.meeting + cost.exchange * sent;
   }
-  return waves * wave + kLaunchCost;
+  return waves * wave;
 }
 
 template <int kCount>
-Plan cheapest(const Variant (&variants)[kCount], int M, int N, int stages,
-              const Slots& slots) {
+Plan cheapest(const Variant (&variants)[kCount], const SplitCost& split_cost,
+              int M, int N, int stages, const Slots& slots) {
   Plan best{};
   float least = 1e30f;
   for (const Variant& v : variants) {
     for (int s = 0; s < 4; ++s) {
       // Every set of every block has a stage at least.
       if (kSplits[s] * v.sets > stages || slots.clusters[s] < 1) continue;
-      const float cost = launch_cost(v, s, M, N, stages, slots);
+      const float cost = launch_cost(v, s, M, N, stages, split_cost, slots);
       if (cost < least) {
         least = cost;
         best = {v.warpgroups, v.tiles, v.tokens, v.sets, kSplits[s]};
@@ -82,8 +88,8 @@ Plan cheapest(const Variant (&variants)[kCount], int M, int N, int stages,
 
 inline Plan choose(int M, int N, int K_pad, bool blocks, const Slots& slots) {
   const int stages = ceil_div(K_pad, 256);
-  return blocks ? cheapest(kBlockVariants, M, N, stages, slots)
-                : cheapest(kRowVariants, M, N, stages, slots);
+  return blocks ? cheapest(kBlockVariants, kBlockSplit, M, N, stages, slots)
+                : cheapest(kRowVariants, kRowSplit, M, N, stages, slots);
 }
 
 }  // namespace vllm::ternary::s8
