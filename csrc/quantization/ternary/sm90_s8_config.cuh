@@ -62,7 +62,11 @@ struct Config {
   static constexpr int kFixedBytes =
       1024 + kOutBytes + kMeetBytes + kTokenScaleBytes + kBarBytes;
   static constexpr int kStagesFit = (227 * 1024 - kFixedBytes) / kStageBytes;
-  static constexpr int kStages = kStagesFit < 8 ? kStagesFit : 8;
+  // A multiple of the sets, so that each stage is always the same set's: by one
+  // bit of parity a set cannot tell another's round, still on its way, from its
+  // own.
+  static constexpr int kStages =
+      (kStagesFit < 8 ? kStagesFit : 8) / kSets * kSets;
   static constexpr int kSmemBytes = kFixedBytes + kStages * kStageBytes;
   static_assert(kStages >= 3);
   // The partial sums of a split product lie where the stages were.
