@@ -36,12 +36,17 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
+// The compiler does not see what tile instructions read: without this it may
+// drop or delay the stores that they depend on.
+void fence() { asm volatile("" ::: "memory"); }
+
 void configure(int64_t tokens) {
   TileConfig config;
   for (int i = 0; i < 8; ++i) {
     config.bytes_per_row[i] = 64;
     config.rows[i] = i < 6 ? (uint8_t)tokens : 16;
   }
+  asm volatile("" ::"r"(&config) : "memory");
   _tile_loadconfig(&config);
 }
 
@@ -225,6 +230,7 @@ void multiply_panel(const Problem& p, const char* x, const char* panel,
   if constexpr (T > 1 && U > 1) _tile_stored(3, out + 3 * kTileBytes, 64);
   if constexpr (kWide) _tile_stored(2, out + 2 * kTileBytes, 64);
   if constexpr (kWide && U > 3) _tile_stored(3, out + 3 * kTileBytes, 64);
+  fence();
 }
 
 // Applies the scales of a block that is complete to `count` tokens from m on
@@ -344,6 +350,7 @@ void run_units(const Problem& p, int64_t unit, int64_t panel_tiles, char* panel,
     for (int i = 0; i < P; ++i) {
       decode_panel<Path, U>(p, unit + i * U, k0, k1, panel + i * panel_bytes);
     }
+    fence();
     int64_t next = block;
     char* sums = carried;
     for (int64_t m = p.m_begin; m < p.m_end; m += kT * kTokens) {
