@@ -27,8 +27,8 @@ struct MmaCut {
 inline bool is_power_of_two(int v) { return (v & (v - 1)) == 0; }
 
 // Sets the cut of a.N_pad / rows row units and K_pad / 128 k tiles; `bytes()`
-// says how much shared memory the cut in `a` takes. Returns that, and leaves
-// the number of CTAs along N in `groups`.
+// says how much shared memory the cut in `a` takes. Returns that, or 0 where no
+// cut fits, and leaves the number of CTAs along N in `groups`.
 template <typename Bytes>
 int fit_cut(MmaCut& a, const MmaConfig& c, const DeviceInfo& device,
             int row_units, int k_tiles, int warps, int granule, int tokens,
@@ -68,8 +68,7 @@ int fit_cut(MmaCut& a, const MmaConfig& c, const DeviceInfo& device,
   }
   if (bytes > device.shared_memory || row_units >= 1 << 24 ||
       a.units >= 1 << 16) {
-    throw std::runtime_error(
-        "ternary_gemm: the product does not fit this kernel's shared memory");
+    return 0;
   }
   return bytes;
 }

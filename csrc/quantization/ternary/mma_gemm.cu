@@ -22,7 +22,8 @@ bool is_fast(const GemmArgs& g) {
 }  // namespace
 
 bool mma_supported(const GemmArgs& g) {
-  return g.K <= kMaxK && (g.num_blocks == 1 || g.block_size % 32 == 0);
+  return g.K <= kMaxK && g.M <= 65535 * 8 &&
+         (g.num_blocks == 1 || g.block_size % 32 == 0);
 }
 
 void mma_gemm(const GemmArgs& g, const MmaConfig& config) {

@@ -91,8 +91,8 @@ void mma_s8_gemm(const W2A8Args& g, const MmaConfig& config,
 }
 
 bool mma_s8_supported(const GemmArgs& g) {
-  return g.K <= kMaxK && g.scale_dtype == DType::kHalf && !g.zero_point &&
-         whole_tiles(g.block_size, g.num_blocks);
+  return g.K <= kMaxK && g.M <= 65535 * 2 && g.scale_dtype == DType::kHalf &&
+         !g.zero_point && whole_tiles(g.block_size, g.num_blocks);
 }
 
 void mma_s8_gemm(const GemmArgs& g, const MmaConfig& config) {
