@@ -56,6 +56,10 @@ DType float_type(const Tensor& t, const char* name) {
   return DType::kFloat;
 }
 
+bool same_device(const Tensor& a, const Tensor& b) {
+  return a.is_cuda() && a.get_device_index() == b.get_device_index();
+}
+
 cudaStream_t current_stream(const Tensor& t) {
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(
@@ -103,16 +107,19 @@ Weight check_weight(const Tensor& weight, const Tensor& scale,
                   "weight and scale must be on one CUDA device");
   w.codes = static_cast<const int32_t*>(weight.data_ptr());
   w.scale = scale.data_ptr();
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(w.codes) % 16 == 0 &&
+                      reinterpret_cast<uintptr_t>(w.scale) % 16 == 0,
+                  "weight and scale must begin at a multiple of 16 bytes");
   w.scale_dtype = float_type(scale, "scale");
   w.zero_point = nullptr;
   if (zero_point) {
-    STD_TORCH_CHECK(zero_point->scalar_type() == ScalarType::Float &&
-                        zero_point->is_contiguous() && zero_point->dim() == 2 &&
-                        zero_point->size(0) == w.num_blocks &&
-                        zero_point->size(1) == w.N_pad,
-                    "zero_point ", shape_of(*zero_point),
-                    " must be contiguous float32 [", w.num_blocks, ", ",
-                    w.N_pad, "]");
+    STD_TORCH_CHECK(
+        zero_point->scalar_type() == ScalarType::Float &&
+            same_device(*zero_point, weight) && zero_point->is_contiguous() &&
+            zero_point->dim() == 2 && zero_point->size(0) == w.num_blocks &&
+            zero_point->size(1) == w.N_pad,
+        "zero_point ", shape_of(*zero_point), " must be contiguous float32 [",
+        w.num_blocks, ", ", w.N_pad, "] on weight's device");
     w.zero_point = static_cast<const float*>(zero_point->data_ptr());
   }
   return w;
@@ -136,7 +143,7 @@ const void* check_bias(const std::optional<Tensor>& bias, const Tensor& x,
   if (!bias) return nullptr;
   STD_TORCH_CHECK(bias->numel() == size_n, "bias ", shape_of(*bias),
                   " must hold ", size_n, " values");
-  STD_TORCH_CHECK(bias->is_cuda(), "bias must be on x's device");
+  STD_TORCH_CHECK(same_device(*bias, x), "bias must be on x's device");
   keep = *bias;
   if (keep.scalar_type() != x.scalar_type()) {
     keep = torch::stable::to(keep, x.scalar_type());
@@ -292,14 +299,15 @@ W2A8Call w2a8_call(const Tensor& x, const Tensor& weight, const Tensor& scale,
   int64_t parts = 1;
   if (norm_weight) {
     STD_TORCH_CHECK(norm_weight->dim() == 2 && norm_weight->is_contiguous() &&
-                        norm_weight->is_cuda() && norm_weight->size(0) >= 1 &&
+                        same_device(*norm_weight, x) &&
+                        norm_weight->size(0) >= 1 &&
                         norm_weight->size(1) == size_k,
                     "norm_weight ", shape_of(*norm_weight),
-                    " must be contiguous [parts, ", size_k, "]");
+                    " must be contiguous [parts, ", size_k, "] on x's device");
     parts = norm_weight->size(0);
   }
   if (parts > 1) {
-    STD_TORCH_CHECK(part_ends && part_ends->is_cuda() &&
+    STD_TORCH_CHECK(part_ends && same_device(*part_ends, x) &&
                         part_ends->scalar_type() == ScalarType::Int &&
                         part_ends->is_contiguous() &&
                         part_ends->numel() == parts,
