@@ -7,6 +7,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 
 #include "device_info.h"
 #include "mma_gemm.h"
@@ -75,8 +76,9 @@ int fit_cut(MmaCut& a, const MmaConfig& c, const DeviceInfo& device,
 
 template <typename Args>
 void launch_cut(void (*kernel)(Args), const Args& a, bool pdl,
-                const DeviceInfo& device, int device_index, bool* raised,
-                dim3 grid, int threads, int bytes, cudaStream_t stream) {
+                const DeviceInfo& device, int device_index,
+                std::atomic<bool>* raised, dim3 grid, int threads, int bytes,
+                cudaStream_t stream) {
   // Raising the limit once is enough; doing it again does no harm.
   if (!raised[device_index]) {
     check_cuda(cudaFuncSetAttribute(kernel,

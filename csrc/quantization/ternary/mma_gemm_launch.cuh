@@ -19,7 +19,7 @@ bool launch(MmaArgs a, const MmaConfig& c, const DeviceInfo& device) {
                             S::kWarps, S::kTiles, tokens, groups,
                             [&] { return mma_shared<S>(a, tokens).total; });
   if (bytes == 0) return false;
-  static bool raised[kMaxDevices] = {};
+  static std::atomic<bool> raised[kMaxDevices] = {};
   const dim3 grid(unsigned(a.split), unsigned(groups),
                   unsigned((g.M + S::kMT * 8 - 1) / (S::kMT * 8)));
   launch_cut(mma_gemm_kernel<T, S>, a, c.pdl, device, g.device, raised, grid,

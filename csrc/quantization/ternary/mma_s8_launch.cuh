@@ -19,7 +19,7 @@ bool launch_s8(S8Args a, const MmaConfig& c) {
                             S::kWarps, S::kTiles, tokens, groups,
                             [&] { return s8_shared<S>(a, tokens).total; });
   if (bytes == 0) return false;
-  static bool raised[kMaxDevices] = {};
+  static std::atomic<bool> raised[kMaxDevices] = {};
   const dim3 grid(unsigned(a.split), unsigned(groups),
                   unsigned((a.M + S::kTokens - 1) / S::kTokens));
   launch_cut(mma_s8_kernel<S>, a, c.pdl, device, a.device, raised, grid,
