@@ -145,3 +145,31 @@ def test_long_rows_views_and_repeated_runs():
     first = product(base[:, :700], w)
     for _ in range(10):
         assert torch.equal(first, product(base[:, :700], w))
+
+
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("size_m", [1, 2])
+def test_a_product_waits_for_the_one_before(size_m, split):
+    """Back to back: the next one starts early, and reads x only when it is there."""
+    gen = generator(18)
+    there = random_weight(4096, 2048, generator=gen)
+    back = random_weight(2048, 4096, generator=gen)
+    there.scale.mul_(2.0**-2)
+    back.scale.mul_(2.0**-2)
+    x = torch.randn((size_m, 2048), device="cuda", generator=gen).bfloat16()
+
+    def chain(*, wait):
+        h = x
+        for w in (there, back) * 4:
+            sizes = (w.size_n, w.size_k, w.block_size)
+            h = torch.ops._C.ternary_gemm_s8(
+                h, w.weight, w.scale, None, None, *sizes, 0, 132, split, True
+            )
+            if wait:
+                torch.cuda.synchronize()
+        return h
+
+    expected = chain(wait=True)
+    assert bool(torch.isfinite(expected).all()) and bool(expected.any())
+    for _ in range(20):
+        assert torch.equal(chain(wait=False), expected)
