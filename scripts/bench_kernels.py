@@ -40,6 +40,16 @@ LABELS = {
 }
 
 
+def token_counts(text: str) -> list[int]:
+    """Numbers of tokens of the command line, like 1,8,16."""
+    counts = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
+    if min(counts) < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of positive numbers such as 1,8,16"
+        )
+    return counts
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -58,12 +68,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--out",
         type=Path,
-        help="where to write, without a suffix (default: docs/bench_kernels, or "
-        "docs/bench_kernels_cpu with --device cpu)",
+        help="where to write, without a suffix (default: build/bench_kernels, or "
+        "build/bench_kernels_cpu with --device cpu)",
     )
     parser.add_argument(
         "--tokens",
-        type=lambda text: [int(part) for part in text.split(",")],
+        type=token_counts,
         help="numbers of tokens, like 1,8,16 (default: 1 to 4096 in nine steps; on the "
         "CPU 1,8,64,512)",
     )
@@ -173,8 +183,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def main_cpu(arguments: argparse.Namespace) -> int:
     from lib.bench import cpu
 
+    names = [layer.name for layer in cpu.LAYERS]
+    if arguments.layers and not any(arguments.layers in name for name in names):
+        raise BuildError(
+            f"--layers {arguments.layers}: no layer has that in its name; there are "
+            f"{', '.join(names)}"
+        )
     result = cpu.run(arguments)
-    out = arguments.out or Path("docs/bench_kernels_cpu")
+    out = arguments.out or Path("build/bench_kernels_cpu")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     text = cpu.markdown(result)
@@ -185,9 +201,14 @@ def main_cpu(arguments: argparse.Namespace) -> int:
 
 def main() -> int:
     arguments = parse_arguments()
+    try:
+        import torch  # noqa: F401
+    except ModuleNotFoundError as error:
+        print(missing_module(error, VLLM_PYTHON), file=sys.stderr)
+        return 2
     if arguments.device == "cpu":
         return main_cpu(arguments)
-    arguments.out = arguments.out or Path("docs/bench_kernels")
+    arguments.out = arguments.out or Path("build/bench_kernels")
     result = measure(arguments)
     from lib.bench.report import markdown, plot
 

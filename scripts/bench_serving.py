@@ -51,6 +51,15 @@ DECODES = [1, 16, 128]
 GENERATED = 128
 
 
+def block_size(text: str) -> int | str:
+    """A block size of the command line that divides every K of SHAPES, or "row"."""
+    if text == "row":
+        return text
+    if not text.isdecimal() or int(text) not in (32, 64, 128, 256):
+        raise argparse.ArgumentTypeError(f'{text!r} is not 32, 64, 128, 256 or "row"')
+    return int(text)
+
+
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -66,7 +75,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--activation-bits", type=int, choices=[8], default=None)
     parser.add_argument(
         "--block-size",
-        type=lambda text: text if text == "row" else int(text),
+        type=block_size,
         default=128,
         help='weights under one scale along K, or "row" (default: %(default)s)',
     )

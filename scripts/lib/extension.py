@@ -70,6 +70,10 @@ class Built:
     compiled: int
 
 
+# What the kernels' instructions need: bfloat16 products, asynchronous copies.
+OLDEST_ARCH = 8
+
+
 def parse_archs(text: str) -> tuple[str, ...]:
     """Architectures like "8.0 9.0a 12.0", separated by blanks, commas or semicolons."""
     archs = tuple(text.replace(",", " ").replace(";", " ").split())
@@ -77,6 +81,11 @@ def parse_archs(text: str) -> tuple[str, ...]:
         if not re.fullmatch(r"\d{1,2}\.\d[af]?", arch):
             raise BuildError(
                 f"CUDA_ARCHS: {arch!r} is no architecture; write them like 8.0 or 9.0a"
+            )
+        if int(arch.partition(".")[0]) < OLDEST_ARCH:
+            raise BuildError(
+                f"CUDA_ARCHS: {arch} is too old; the kernels need {OLDEST_ARCH}.0 "
+                "or newer"
             )
     if not archs:
         raise BuildError("CUDA_ARCHS is empty; leave it away for the default ones")

@@ -188,6 +188,11 @@ def test_bad_archs(text: str, bad: str):
         extension.parse_archs(" ")
 
 
+def test_architectures_that_the_kernels_cannot_run_on() -> None:
+    with pytest.raises(BuildError, match=r"7\.5 is too old"):
+        extension.parse_archs("8.0 7.5")
+
+
 def library(tmp_path: Path, source: str, *flags: str) -> Path:
     write(tmp_path / "x.cpp", source)
     path = tmp_path / "x.so"

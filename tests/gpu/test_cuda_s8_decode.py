@@ -32,8 +32,9 @@ def product(x, w: TernaryWeight, groups=132, split=1, bias=None):
     )
 
 
-def check(x, w, y, rows=slice(None)):
-    """`rows` of y against float64, rounded once."""
+def check(x, w, y, rows=None):
+    """`rows` of y (all by default) against float64, rounded once."""
+    rows = slice(None) if rows is None else rows
     expected = (x.double() @ w.dequantize().t())[:, rows]
     y = y[:, rows]
     assert torch.isfinite(y).all()

@@ -139,6 +139,18 @@ def test_a_reference_of_another_model(tmp_path, capsys):
     assert "in the reference" in capsys.readouterr().out
 
 
+def test_a_packed_reference(tmp_path, capsys):
+    """The source of a conversion holds no weights to rebuild from."""
+    model, plain = write_model(tmp_path, 7)
+    tensors = load_file(plain / FILE)
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2:
+            tensors[name] = torch.zeros(len(tensor) // 4, 1, dtype=torch.uint8)
+    save_file(tensors, plain / FILE)
+    assert validate_quant_weights.main([str(model), "--reference", str(plain)]) == 2
+    assert "is packed (torch.uint8)" in capsys.readouterr().err
+
+
 def test_a_checkpoint_with_nothing_packed(tmp_path, capsys):
     ternary, plain = write_model(tmp_path, 1)
     save_file(load_file(plain / FILE), ternary / FILE)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from .checkpoint import WEIGHT, Module, Tensors
+from .errors import ValidateError
 
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -39,7 +40,12 @@ class Rebuilt:
 
 
 def reference_weight(reference: Tensors, module: Module) -> "Weight | None":
-    """The full-precision weight of a module, fused or tied if need be."""
+    """The full-precision weight of a module, fused or tied if need be.
+
+    Raises:
+        ValidateError: it is packed, as in the source of a conversion.
+
+    """
     parent, _, last = module.name.rpartition(".")
     candidates = [[module.name]]
     if last in FUSED:
@@ -50,7 +56,14 @@ def reference_weight(reference: Tensors, module: Module) -> "Weight | None":
     for parts in candidates:
         stored = [reference.stored.get(f"{part}.{WEIGHT}") for part in parts]
         if all(s is not None and len(s.shape) == 2 for s in stored):
-            return Weight(reference, stored)
+            weight = Weight(reference, stored)
+            if not weight.dtype.is_floating_point:
+                raise ValidateError(
+                    f"{reference.path}: {weight.name} is packed ({weight.dtype}). A "
+                    "reference has plain weights; compare with a packed source through "
+                    "`convert_checkpoint.py --verify`"
+                )
+            return weight
     return None
 
 
