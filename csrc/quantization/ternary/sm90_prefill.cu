@@ -4,6 +4,7 @@
 // Entry of the Hopper prefill kernels: what they take, and the launch.
 #include <mutex>
 
+#include "device_info.h"
 #include "sm90_prefill_few_launch.cuh"
 #include "sm90_prefill_launch.cuh"
 
@@ -29,9 +30,7 @@ const Device& device_of(int index) {
   const std::lock_guard<std::mutex> lock(mutex);
   if (!known[i]) {
     Device d;
-    check(cudaDeviceGetAttribute(&d.processors, cudaDevAttrMultiProcessorCount,
-                                 index),
-          "multiprocessor count");
+    d.processors = device_info(index).processors;
     d.slots.clusters[0] = d.processors;
     for (int s = 1; s < 4; ++s) d.slots.clusters[s] = max_clusters(kSplits[s]);
     for (int blocks = 1; blocks <= 2; ++blocks) {

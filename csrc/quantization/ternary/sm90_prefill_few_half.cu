@@ -9,8 +9,10 @@ bool launch_few_half(const PrefillArgs& a, const FewPlan& plan) {
 }
 
 int few_max_clusters(int blocks, int size) {
-  return blocks == 1 ? few_clusters<FewConfig<__half, 3, 2, 16, 1>>(size)
-                     : few_clusters<FewConfig<__half, 1, 3, 16, 2>>(size);
+  using One = FewConfig<__half, 3, 2, 16, 1>;
+  using Two = FewConfig<__half, 1, 3, 16, 2>;
+  return blocks == 1 ? max_active_clusters<&few_kernel<One>, One>(size)
+                     : max_active_clusters<&few_kernel<Two>, Two>(size);
 }
 
 }  // namespace vllm::ternary::sm90

@@ -10,29 +10,6 @@
 
 namespace vllm::ternary::sm90 {
 
-// Clusters of a kind that the current device runs at one time.
-template <typename C>
-int few_clusters(int size) {
-  auto* kernel = &few_kernel<C>;
-  check(cudaFuncSetAttribute(
-            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSmemBytes),
-        "shared memory");
-  cudaLaunchAttribute attr;
-  attr.id = cudaLaunchAttributeClusterDimension;
-  attr.val.clusterDim.x = size;
-  attr.val.clusterDim.y = attr.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(size);
-  config.blockDim = dim3(C::kThreads);
-  config.dynamicSmemBytes = C::kSmemBytes;
-  config.attrs = &attr;
-  config.numAttrs = 1;
-  int clusters = 0;
-  check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config),
-        "cluster occupancy");
-  return clusters;
-}
-
 template <typename C>
 void launch_few(const PrefillArgs& a, const FewPlan& plan) {
   const int scale_bytes = a.scale_dtype == DType::kFloat ? 4 : 2;
@@ -69,36 +46,8 @@ void launch_few(const PrefillArgs& a, const FewPlan& plan) {
                scale_bytes, a.scale, a.num_blocks, a.N_pad, a.N_pad, C::kPair,
                C::kRows * 64, CU_TENSOR_MAP_SWIZZLE_NONE);
 
-  auto* kernel = &few_kernel<C>;
-  // Once per device; setting it twice does no harm.
-  static std::atomic<uint64_t> prepared{0};
-  const uint64_t bit = uint64_t(1) << (a.device & 63);
-  if (!(prepared.load(std::memory_order_relaxed) & bit)) {
-    check(
-        cudaFuncSetAttribute(
-            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSmemBytes),
-        "shared memory");
-    prepared.fetch_or(bit, std::memory_order_relaxed);
-  }
-  cudaLaunchAttribute attrs[2];
-  unsigned n = 0;
-  if (plan.split > 1) {
-    attrs[n].id = cudaLaunchAttributeClusterDimension;
-    attrs[n].val.clusterDim.x = plan.split;
-    attrs[n].val.clusterDim.y = attrs[n].val.clusterDim.z = 1;
-    ++n;
-  }
-  attrs[n].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attrs[n].val.programmaticStreamSerializationAllowed = 1;
-  ++n;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(p.num_clusters * plan.split);
-  config.blockDim = dim3(C::kThreads);
-  config.dynamicSmemBytes = C::kSmemBytes;
-  config.stream = a.stream;
-  config.attrs = attrs;
-  config.numAttrs = n;
-  check(cudaLaunchKernelEx(&config, kernel, x_map, w_map, s_map, p), "launch");
+  launch_clusters<&few_kernel<C>, C>(a.device, a.stream, p.num_clusters,
+                                     plan.split, x_map, w_map, s_map, p);
 }
 
 template <typename T>

@@ -1,74 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Host side of the Hopper prefill kernels: tensor maps and the launch.
+// Host side of the Hopper prefill kernels: parameters and the launch.
 #pragma once
 
-#include <cuda.h>
-#include <cuda_runtime.h>
-
 #include <algorithm>
-#include <atomic>
-#include <stdexcept>
-#include <string>
 
+#include "sm90_launch.cuh"
 #include "sm90_prefill_kernel.cuh"
 #include "sm90_prefill_plan.h"
 
 namespace vllm::ternary::sm90 {
-
-inline void check(cudaError_t e, const char* what) {
-  if (e != cudaSuccess) {
-    throw std::runtime_error(std::string("ternary prefill: ") + what + ": " +
-                             cudaGetErrorString(e));
-  }
-}
-
-using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
-
-// The driver's encoder, found at run time so that nothing links libcuda.
-inline EncodeTiled encode_tiled() {
-  static const EncodeTiled fn = [] {
-    void* p = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &p, 12000,
-                                           cudaEnableDefault, &found),
-          "cuTensorMapEncodeTiled");
-    if (found != cudaDriverEntryPointSuccess) {
-      throw std::runtime_error(
-          "ternary prefill: the driver has no cuTensorMapEncodeTiled");
-    }
-    return reinterpret_cast<EncodeTiled>(p);
-  }();
-  return fn;
-}
-
-// A row-major [rows, cols] tensor read in boxes of [box_rows, box_cols]; what
-// lies outside reads as zero.
-inline CUtensorMap make_map(CUtensorMapDataType type, int element_bytes,
-                            const void* base, uint64_t rows, uint64_t cols,
-                            uint64_t row_stride, uint32_t box_rows,
-                            uint32_t box_cols, CUtensorMapSwizzle swizzle) {
-  CUtensorMap map;
-  const cuuint64_t dims[2] = {cols, rows};
-  const cuuint64_t strides[1] = {row_stride * element_bytes};
-  const cuuint32_t box[2] = {box_cols, box_rows};
-  const cuuint32_t steps[2] = {1, 1};
-  const CUresult r = encode_tiled()(
-      &map, type, 2, const_cast<void*>(base), dims, strides, box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (r != CUDA_SUCCESS) {
-    throw std::runtime_error(
-        "ternary prefill: cuTensorMapEncodeTiled failed (" +
-        std::to_string(int(r)) + ")");
-  }
-  return map;
-}
-
-// Token tiles that are walked before the next group of rows: enough that a wave
-// of blocks is about as wide as it is high, few enough to stay in the L2 cache.
-constexpr int kTokenGroup = 8;
 
 // Rows [begin, end) of the weight, multiples of 64 (end: or N_pad).
 struct Rows {
@@ -145,38 +87,9 @@ void launch(const PrefillArgs& whole, const Plan& plan, Rows rows, Chain chain,
                                            64, CU_TENSOR_MAP_SWIZZLE_128B)
                                 : x_map;
 
-  auto* kernel = &prefill_kernel<C>;
-  // Once per device; setting it twice does no harm.
-  static std::atomic<uint64_t> prepared{0};
-  const uint64_t bit = uint64_t(1) << (a.device & 63);
-  if (!(prepared.load(std::memory_order_relaxed) & bit)) {
-    check(
-        cudaFuncSetAttribute(
-            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSmemBytes),
-        "shared memory");
-    prepared.fetch_or(bit, std::memory_order_relaxed);
-  }
-
-  cudaLaunchAttribute attrs[2];
-  unsigned n = 0;
-  if (cluster_size > 1) {
-    attrs[n].id = cudaLaunchAttributeClusterDimension;
-    attrs[n].val.clusterDim.x = cluster_size;
-    attrs[n].val.clusterDim.y = attrs[n].val.clusterDim.z = 1;
-    ++n;
-  }
-  attrs[n].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attrs[n].val.programmaticStreamSerializationAllowed = 1;
-  ++n;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(p.num_clusters * cluster_size);
-  config.blockDim = dim3(C::kThreads);
-  config.dynamicSmemBytes = C::kSmemBytes;
-  config.stream = a.stream;
-  config.attrs = attrs;
-  config.numAttrs = n;
-  check(cudaLaunchKernelEx(&config, kernel, x_map, w_map, s_map, y_map, p),
-        "launch");
+  launch_clusters<&prefill_kernel<C>, C>(a.device, a.stream, p.num_clusters,
+                                         cluster_size, x_map, w_map, s_map,
+                                         y_map, p);
 }
 
 // Picks the kernel that was built for a plan; false if none was.

@@ -16,25 +16,7 @@ bool launch_blocks(const W2A8Args& a, const Plan& plan, int num_sms) {
 
 int max_clusters(int size) {
   using C = Config<ScaleMode::kBlock, 3, 1, 64, 1>;
-  auto* kernel = &s8_kernel<C>;
-  check_cuda(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           C::kSmemBytes),
-      "shared memory");
-  cudaLaunchAttribute attr;
-  attr.id = cudaLaunchAttributeClusterDimension;
-  attr.val.clusterDim.x = size;
-  attr.val.clusterDim.y = attr.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(size);
-  config.blockDim = dim3(C::kThreads);
-  config.dynamicSmemBytes = C::kSmemBytes;
-  config.attrs = &attr;
-  config.numAttrs = 1;
-  int clusters = 0;
-  check_cuda(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config),
-             "cluster occupancy");
-  return clusters;
+  return max_active_clusters<&s8_kernel<C>, C>(size);
 }
 
 }  // namespace vllm::ternary::s8

@@ -1,68 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Host side of the Hopper int8 kernels: tensor maps and the launch.
+// Host side of the Hopper int8 kernels: parameters and the launch.
 #pragma once
 
-#include <cuda.h>
-#include <cuda_runtime.h>
-
 #include <algorithm>
-#include <atomic>
-#include <string>
 
+#include "sm90_launch.cuh"
 #include "sm90_s8.h"
 #include "sm90_s8_kernel.cuh"
 #include "sm90_s8_plan.h"
 
 namespace vllm::ternary::s8 {
-
-using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
-
-// The driver's encoder, found at run time so that nothing links libcuda.
-inline EncodeTiled encode_tiled() {
-  static const EncodeTiled fn = [] {
-    void* p = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    check_cuda(
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &p, 12000,
-                                         cudaEnableDefault, &found),
-        "cuTensorMapEncodeTiled");
-    if (found != cudaDriverEntryPointSuccess) {
-      throw std::runtime_error(
-          "ternary_gemm_w2a8: the driver has no cuTensorMapEncodeTiled");
-    }
-    return reinterpret_cast<EncodeTiled>(p);
-  }();
-  return fn;
-}
-
-// A row-major [rows, cols] tensor moved in boxes of [box_rows, box_cols]; what
-// lies outside reads as zero and is not written.
-inline CUtensorMap make_map(CUtensorMapDataType type, int element_bytes,
-                            const void* base, uint64_t rows, uint64_t cols,
-                            uint32_t box_rows, uint32_t box_cols,
-                            CUtensorMapSwizzle swizzle) {
-  CUtensorMap map;
-  const cuuint64_t dims[2] = {cols, rows};
-  const cuuint64_t strides[1] = {cols * element_bytes};
-  const cuuint32_t box[2] = {box_cols, box_rows};
-  const cuuint32_t steps[2] = {1, 1};
-  const CUresult r = encode_tiled()(
-      &map, type, 2, const_cast<void*>(base), dims, strides, box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (r != CUDA_SUCCESS) {
-    throw std::runtime_error(
-        "ternary_gemm_w2a8: cuTensorMapEncodeTiled failed (" +
-        std::to_string(int(r)) + ")");
-  }
-  return map;
-}
-
-// Token tiles that are walked before the next group of rows: enough that a wave
-// of blocks is about as wide as it is high, few enough to stay in the L2 cache.
-constexpr int kTokenGroup = 8;
 
 template <typename C>
 void launch(const W2A8Args& a, const Plan& plan, int num_sms) {
@@ -101,53 +50,24 @@ void launch(const W2A8Args& a, const Plan& plan, int num_sms) {
 
   const CUtensorMap x_map =
       make_map(CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, a.xq, uint64_t(a.parts) * a.M,
-               a.K_pad, C::kTokens, 128, CU_TENSOR_MAP_SWIZZLE_128B);
-  const CUtensorMap w_map =
-      make_map(CU_TENSOR_MAP_DATA_TYPE_INT32, 4, a.weight, a.N_pad / 16,
-               a.K_pad, C::kRows / 16, 256, CU_TENSOR_MAP_SWIZZLE_NONE);
+               a.K_pad, a.K_pad, C::kTokens, 128, CU_TENSOR_MAP_SWIZZLE_128B);
+  const CUtensorMap w_map = make_map(
+      CU_TENSOR_MAP_DATA_TYPE_INT32, 4, a.weight, a.N_pad / 16, a.K_pad,
+      a.K_pad, C::kRows / 16, 256, CU_TENSOR_MAP_SWIZZLE_NONE);
   CUtensorMap s_map = w_map, y_map = w_map;  // where they are not used
   if (C::kMode == ScaleMode::kBlock) {
     s_map = make_map(scale_bytes == 4 ? CU_TENSOR_MAP_DATA_TYPE_INT32
                                       : CU_TENSOR_MAP_DATA_TYPE_UINT16,
-                     scale_bytes, a.scale, a.num_blocks, a.N_pad, 1, C::kRows,
-                     CU_TENSOR_MAP_SWIZZLE_NONE);
+                     scale_bytes, a.scale, a.num_blocks, a.N_pad, a.N_pad, 1,
+                     C::kRows, CU_TENSOR_MAP_SWIZZLE_NONE);
   }
   if (p.tma_store) {
-    y_map = make_map(CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, a.y, a.M, a.N, 64, 64,
-                     CU_TENSOR_MAP_SWIZZLE_128B);
+    y_map = make_map(CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, a.y, a.M, a.N, a.N, 64,
+                     64, CU_TENSOR_MAP_SWIZZLE_128B);
   }
 
-  auto* kernel = &s8_kernel<C>;
-  static std::atomic<uint64_t> prepared{0};
-  const uint64_t bit = uint64_t(1) << (a.device & 63);
-  if (!(prepared.load(std::memory_order_relaxed) & bit)) {
-    check_cuda(
-        cudaFuncSetAttribute(
-            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSmemBytes),
-        "shared memory");
-    prepared.fetch_or(bit, std::memory_order_relaxed);
-  }
-
-  cudaLaunchAttribute attrs[2];
-  unsigned n = 0;
-  if (plan.split > 1) {
-    attrs[n].id = cudaLaunchAttributeClusterDimension;
-    attrs[n].val.clusterDim.x = plan.split;
-    attrs[n].val.clusterDim.y = attrs[n].val.clusterDim.z = 1;
-    ++n;
-  }
-  attrs[n].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attrs[n].val.programmaticStreamSerializationAllowed = 1;
-  ++n;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(p.num_clusters * plan.split);
-  config.blockDim = dim3(C::kThreads);
-  config.dynamicSmemBytes = C::kSmemBytes;
-  config.stream = a.stream;
-  config.attrs = attrs;
-  config.numAttrs = n;
-  check_cuda(cudaLaunchKernelEx(&config, kernel, x_map, w_map, s_map, y_map, p),
-             "ternary_gemm_w2a8");
+  launch_clusters<&s8_kernel<C>, C>(a.device, a.stream, p.num_clusters,
+                                    plan.split, x_map, w_map, s_map, y_map, p);
 }
 
 // Picks the kernel that was built for a plan; false if none was. One
