@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.errors import VLLM_PYTHON, missing_module
+from lib.memory import return_freed_memory
 
 try:
     import torch
@@ -134,6 +135,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
+    return_freed_memory()
 
     def progress(items: Iterable[Any], title: str) -> Iterable[Any]:
         return tqdm(items, desc=title, unit="tensor", disable=None, leave=False)

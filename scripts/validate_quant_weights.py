@@ -21,6 +21,7 @@ import sys
 from pathlib import Path
 
 from lib.errors import VLLM_PYTHON, missing_module
+from lib.memory import return_freed_memory
 from lib.validate.errors import ValidateError
 
 
@@ -69,6 +70,7 @@ def _sizes(text: str) -> list[int]:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
+    return_freed_memory()
     try:
         from lib.validate.run import validate  # torch takes a while; --help does not
 
