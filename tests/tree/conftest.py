@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from lib.validate import ranks
 from vllm.platforms import current_platform
+
+# The same cases in every run.
+settings.register_profile("fixed", derandomize=True)
+settings.load_profile("fixed")
 
 # Builders of checkpoints that need no vLLM are beside the unit tests.
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "unit")]

@@ -6,6 +6,11 @@ import sys
 from pathlib import Path
 
 import torch
+from hypothesis import settings
+
+# The same cases in every run.
+settings.register_profile("fixed", derandomize=True)
+settings.load_profile("fixed")
 
 # Threads only wait for each other on tensors as small as those of the unit tests.
 torch.set_num_threads(1)
