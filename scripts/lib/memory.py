@@ -4,6 +4,8 @@
 
 import contextlib
 import ctypes
+import gc
+from collections.abc import Callable, Iterator
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _LARGE = 1 << 20
@@ -19,3 +21,16 @@ def return_freed_memory() -> None:
     """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE)
+
+
+@contextlib.contextmanager
+def collector() -> Iterator[Callable[[], int]]:
+    """A cheap ``gc.collect`` for large objects in cycles (layers, whose parameters
+    know their loaders): Python itself goes by the number of objects, not by their
+    size. Cheap since what was there before is not looked at."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield gc.collect
+    finally:
+        gc.unfreeze()

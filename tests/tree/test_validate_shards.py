@@ -7,10 +7,12 @@ Each mistake is made in a class or function that really loads, and nothing else.
 
 import json
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
 import validate_quant_weights
+from peak_memory import peak_memory
 from validate_model import change, write_model
 
 from lib.validate import check_shards
@@ -311,3 +313,19 @@ def test_every_kind_of_layer_is_driven(model, capsys, monkeypatch):
     assert set(made) == {
         (rank, tp, max(1, tp // 4)) for tp in (1, 2, 4, 8) for rank in range(tp)
     }
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path):
+    """Five layers of 15 million weights need what one does: as little as one more
+    tensor kept of each would show."""
+
+    def peak(layers: int) -> int:
+        folder = tmp_path / str(layers)
+        ternary, plain = write_model(
+            folder, layers, layers=layers, hidden=1056, mlp=4128
+        )
+        script = Path(validate_quant_weights.__file__)
+        options = ["--reference", plain, "--tp", "2", "--device", "cpu"]
+        return peak_memory(script, ternary, *options)
+
+    assert peak(5) - peak(1) < 4 * 1056 * 4128

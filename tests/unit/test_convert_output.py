@@ -4,7 +4,6 @@
 verification, memory, exit status."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import convert_checkpoint
 import numpy as np
 import pytest
 import torch
+from peak_memory import peak_memory
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -208,26 +208,9 @@ def test_memory_stays_below_twice_the_largest_tensor(method, tmp_path):
             w += noise
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text("{}")
-    program = (
-        "import re, sys; import convert_checkpoint as c\n"
-        "status = lambda key: 1024 * int(re.search(\n"
-        "    key + r':\\s+(\\d+)', open('/proc/self/status').read())[1])\n"
-        "import torch; torch.set_num_threads(1); torch.rand(9).sort()\n"
-        "open('/proc/self/clear_refs', 'w').write('5')  # forgets the peak so far\n"
-        "before = status('VmRSS'); code = c.main(sys.argv[1:])\n"
-        "print(status('VmHWM') - before, file=sys.stderr); sys.exit(code)"
-    )
     arguments = [folder, tmp_path / "out", "--verify"]
     arguments += ["--quantize", method] if method else []
-    result = subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(SCRIPT.parent)},
-    )
-    assert result.returncode == 0, result.stderr
-    used = int(result.stderr.split()[-1])
-    assert used < 2 * 4 * n * k
+    assert peak_memory(SCRIPT, *arguments) < 2 * 4 * n * k
 
 
 def test_the_command_itself(tmp_path):

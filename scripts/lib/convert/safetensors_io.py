@@ -66,19 +66,25 @@ class StoredTensor(TensorSpec):
     def spec(self) -> TensorSpec:
         return TensorSpec(self.name, self.dtype, self.shape)
 
-    def read(self) -> torch.Tensor:
-        """The tensor, in memory of its own (no map of the file)."""
-        if not self.nbytes:
-            return torch.empty(self.shape, dtype=self.dtype)
-        raw = torch.empty(self.nbytes, dtype=torch.uint8)
+    def read(self, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        """The tensor, or its rows [begin, end), in memory of its own (no map of the
+        file, whose pages would count as the process's)."""
+        shape = self.shape
+        if shape:
+            rows = range(*slice(begin, end).indices(shape[0]))
+            shape, begin = (len(rows), *shape[1:]), rows.start
+        spec = TensorSpec(self.name, self.dtype, shape)
+        if not spec.nbytes:
+            return torch.empty(shape, dtype=self.dtype)
+        raw = torch.empty(spec.nbytes, dtype=torch.uint8)
         with open(self.path, "rb") as file:
-            file.seek(self.begin)
-            if file.readinto(raw.numpy()) != self.nbytes:
+            file.seek(self.begin + begin * prod(shape[1:]) * self.dtype.itemsize)
+            if file.readinto(raw.numpy()) != spec.nbytes:
                 raise ConversionError(
                     f"{self.path}: tensor {self.name} ends beyond the file. "
                     "The file is truncated: download it again."
                 )
-        return raw.view(self.dtype).view(self.shape)
+        return raw.view(self.dtype).view(shape)
 
 
 def read_header(path: Path) -> list[StoredTensor]:

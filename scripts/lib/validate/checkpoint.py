@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from lib.convert import names
 from lib.convert.errors import ConversionError
@@ -107,7 +106,6 @@ class Tensors:
                 f"{path}: no *.safetensors file with tensors. Give the directory of a "
                 "converted checkpoint."
             )
-        self._open: dict[Path, Any] = {}
 
     def read(
         self, tensor: StoredTensor, begin: int = 0, end: int | None = None
@@ -119,14 +117,10 @@ class Tensors:
 
         """
         try:
-            if tensor.path not in self._open:
-                opened = safe_open(tensor.path, framework="pt")
-                self._open[tensor.path] = opened.__enter__()
-            piece = self._open[tensor.path].get_slice(tensor.name)
-            if not tensor.shape:
-                return self._open[tensor.path].get_tensor(tensor.name)
-            return piece[begin : tensor.shape[0] if end is None else end]
-        except (SafetensorError, OSError) as e:
+            return tensor.read(begin, end)
+        except ConversionError as e:
+            raise ValidateError(str(e)) from None
+        except OSError as e:
             raise ValidateError(
                 f"{tensor.path}: tensor {tensor.name} cannot be read ({e}). Download "
                 "the file again."

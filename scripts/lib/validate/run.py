@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lib.cli import progress
+from lib.memory import collector
 
 from . import check_device, check_unpack
 from .checkpoint import Checkpoint, Module, Tensors, table
@@ -213,7 +214,7 @@ def _shard(
         return result
     done = {tp: 0 for tp in ranks}
     left = {tp: 0 for tp in ranks}
-    with _ranks().vllm_context():
+    with _ranks().vllm_context(), collector() as collect:
         bar = progress(total=len(ternary), desc="TP_SHARD", unit="module", leave=False)
         for _, group in groupby(ternary, key=lambda m: m.name.rpartition(".")[0]):
             members = list(group)
@@ -222,6 +223,7 @@ def _shard(
                     if layer.spec.fits(tp):
                         done[tp] += 1
                         result.add(shards.check_layer(checkpoint, layer, tp))
+                        collect()
                     else:
                         left[tp] += 1
             bar.update(len(members))
