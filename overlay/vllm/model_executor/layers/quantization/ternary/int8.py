@@ -67,7 +67,8 @@ from .schemes import Scheme
 WEIGHT = "weight"
 # torch's CPU kernel reads past the end of shorter rows.
 _CPU_K_ALIGN = 32
-_GPU_N_ALIGN, _GPU_K_ALIGN = 64, 128
+# What Machete and Marlin both take: 128 rows and 64 inputs, 64 rows and 128 inputs.
+_GPU_N_ALIGN, _GPU_K_ALIGN = 128, 128
 
 
 @register_weight_loader_v2_supported_method
@@ -292,17 +293,26 @@ class _CpuWeightOnlyKernel(_Kernel):
 class _GpuWeightOnlyKernel(_Kernel):
     """vLLM's mixed-precision kernels, in the layout of compressed-tensors.
 
-    They take whole tiles (Marlin: 64 rows, 128 inputs); zeros make up the rest.
+    They take whole tiles and blocks of 32, 64 or 128: zeros make up the rest, and
+    larger blocks are several of these.
     """
 
     def prepare(self, layer: torch.nn.Module) -> None:
         weight, scale = getattr(layer, WEIGHT).data, getattr(layer, SCALE).data
-        row = scale.shape[1] == 1
-        group = -1 if row else layer.ternary_block_size
         size_n, size_k = weight.shape
-        padding = -size_k % (_GPU_K_ALIGN if row else math.lcm(group, _GPU_K_ALIGN))
-        pad_n = -size_n % _GPU_N_ALIGN
-        blocks = 1 if row else (size_k + padding) // group
+        padding, pad_n = -size_k % _GPU_K_ALIGN, -size_n % _GPU_N_ALIGN
+        group, blocks = -1, 1
+        if scale.shape[1] > 1:
+            block = layer.ternary_block_size
+            group = math.gcd(block, _GPU_K_ALIGN)
+            if group < 32:
+                raise ValueError(
+                    f"{layer.prefix}: no int8 kernel of vLLM takes block size {block}. "
+                    'Multiples of 32 and "row" are what a GPU computes.'
+                )
+            blocks = (size_k + padding) // group
+            scale = scale.repeat_interleave(block // group, 1)
+        # The last block may reach past what the padding reaches.
         scale = F.pad(scale, (0, blocks - scale.shape[1], 0, pad_n))
         shape = (size_k + padding, size_n + pad_n)
         config = MPLinearLayerConfig(
@@ -317,9 +327,7 @@ class _GpuWeightOnlyKernel(_Kernel):
             kernel_type = choose_mp_linear_kernel(config)
         except ValueError as e:
             raise ValueError(
-                f"{layer.prefix}: no int8 kernel of vLLM takes [{size_n}, {size_k}] "
-                f"with block size {_describe_group(group)}; 32, 64, 128 and "
-                f'"row" are usual. {e}'
+                f"{layer.prefix}: no int8 kernel of vLLM takes it. {e}"
             ) from None
         # Four weights, offset by 128, little-endian in an int32.
         packed = F.pad(weight, (0, padding, 0, pad_n)).view(torch.uint8) ^ 0x80
@@ -350,17 +358,17 @@ class _GpuWeightOnlyKernel(_Kernel):
         self.kernel = kernel_type(
             config, w_q_param_name="weight_packed", w_s_param_name=SCALE
         )
+        # Marlin would permute the layer's own bias, whose length need not fit.
+        bias, layer.bias = getattr(layer, "bias", None), None
         self.kernel.process_weights_after_loading(layer)
+        layer.bias = bias
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         if layer.ternary_int8_padding:
             x = F.pad(x, (0, layer.ternary_int8_padding))
-        size_n = layer.ternary_size_n
-        if size_n % _GPU_N_ALIGN == 0:
-            return self.kernel.apply_weights(layer, x, bias)
-        y = self.kernel.apply_weights(layer, x, None)[:, :size_n]
+        y = self.kernel.apply_weights(layer, x, None)[:, : layer.ternary_size_n]
         return y.contiguous() if bias is None else y + bias
 
 
@@ -401,10 +409,6 @@ class _W8A8Kernel(_Kernel):
 
 def _never_loads(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError("a tensor in the layout of a kernel cannot be loaded")
-
-
-def _describe_group(group: int) -> str:
-    return '"row"' if group == -1 else str(group)
 
 
 def _refuse_unsupported(scheme: Scheme, prefix: str) -> None:
