@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The Hopper kernels, emulated: every tile that a plan may name, alone and split along
+K, one and several tiles for a thread block, under several seeds."""
+
+import numpy as np
+import pytest
+import torch
+
+import harness
+from harness import BFLOAT16, FLOAT, H200, HALF, HOPPER_3, ROW, TOLERANCE
+
+DTYPES = [HALF, BFLOAT16]
+
+# Warpgroups, tiles of 64 rows each, tokens, sets.
+S8_ROWS = [(2, 2, 128, 1), (3, 1, 128, 1), (2, 1, 128, 1), (3, 2, 64, 1), (2, 2, 64, 1)]
+S8_ROWS += [(3, 1, 64, 1), (4, 1, 64, 1), (2, 1, 64, 2), (2, 1, 64, 1)]
+S8_BLOCKS = [(2, 1, 128, 1), (3, 1, 64, 1), (2, 1, 64, 1)]
+
+
+def s8_case(seed, tile, split, parts, k, scale_dtype, block, dtype, emulator, ragged):
+    rng = np.random.default_rng(seed)
+    rows, tokens = tile[0] * tile[1] * 64, tile[2]
+    n = 2 * rows - 24 if ragged % 2 else rows + 37
+    m = tokens + 19 if ragged % 3 else tokens - 5
+    w = harness.make_weight(rng, n, k, block, scale_dtype)
+    q = harness.make_quantized(rng, parts, m, k, w.k_pad)
+    ends = sorted(rng.integers(0, n + 1, parts - 1).tolist()) + [n]
+    bias = torch.from_numpy(rng.standard_normal(n)).to(dtype) if seed % 2 else None
+    y = harness.w2a8(
+        emulator, "sm90_s8", (*tile, split), q, w, dtype, bias=bias, ends=ends,
+        seed=seed, extra=[3],
+    )  # fmt: skip
+    assert harness.error(y, harness.expected_w2a8(q, w, bias, ends)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("tile", S8_ROWS)
+def test_s8_scale_per_row(emulators, tile):
+    for i, split in enumerate((1, 2, 4, 8, 1)):
+        dtype = DTYPES[i % 2]
+        k = (1111, 2500, 2700, 4300, 3300)[i]
+        scale_dtype = (FLOAT, HALF, BFLOAT16)[i % 3]
+        parts = 1 + i % 3
+        seed = i + 10 * sum(tile)
+        s8_case(seed, tile, split, parts, k, scale_dtype, ROW, dtype, emulators[900], i)
+
+
+@pytest.mark.parametrize("tile", S8_BLOCKS)
+def test_s8_scale_per_block(emulators, tile):
+    for i, split in enumerate((1, 2, 4, 8, 1)):
+        dtype = DTYPES[i % 2]
+        k = (1111, 2500, 2700, 4300, 3300)[i]
+        scale_dtype = (FLOAT, HALF, BFLOAT16)[i % 3]
+        block = (128, 384, 128, 256, 1024)[i]
+        seed = i + 10 * sum(tile)
+        s8_case(
+            seed,
+            tile,
+            split,
+            1 + i % 3,
+            k,
+            scale_dtype,
+            block,
+            dtype,
+            emulators[900],
+            i,
+        )
+
+
+# Tiles of 64 rows, sets of warpgroups, tokens, thread blocks of a multiprocessor.
+FEW = [(3, 2, 8, 1), (1, 3, 8, 2), (3, 2, 16, 1), (1, 3, 16, 2), (3, 1, 32, 1)]
+FEW += [(1, 3, 32, 2), (3, 1, 64, 1), (2, 2, 64, 1), (1, 4, 64, 1)]
+
+
+def gemm_case(emulator, name, choice, seed, m, n, k, block, dtype, scale_dtype, extra):
+    rng = np.random.default_rng(seed)
+    w = harness.make_weight(rng, n, k, block, scale_dtype)
+    x = harness.tokens(rng, m, k, dtype)
+    bias = torch.from_numpy(rng.standard_normal(n)).to(dtype) if seed % 2 else None
+    y = harness.gemm(emulator, name, choice, x, w, bias=bias, seed=seed, extra=extra)
+    assert harness.error(y, harness.expected_gemm(x, w, bias)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tile", FEW)
+def test_few_tokens(emulators, tile, dtype):
+    """Clusters of 1 to 8 blocks; two clusters at most, so that each has several tiles."""
+    rows, _, tokens, _ = tile
+    for i, split in enumerate((1, 2, 3, 5, 8, 1)):
+        seed = i + 10 * sum(tile)
+        scale_dtype = (HALF, FLOAT, BFLOAT16)[seed % 3]
+        block = (128, ROW, 256, 384)[seed % 4]
+        k = (1111, 1500, 2900, 1800, 2100, 4200)[i]
+        n = (rows * 64 + 36, rows * 192 - 30, rows * 128 + 61)[i % 3]
+        m = tokens - 3 if i % 2 else 2 * tokens + 1
+        gemm_case(
+            emulators[900], "sm90_few", (*tile, split), seed, m, n, k, block, dtype,
+            scale_dtype, [2],
+        )  # fmt: skip
+
+
+# Warpgroups, tiles of 64 rows each, tokens.
+MANY = [(3, 1, 64), (3, 1, 128), (2, 1, 64), (2, 2, 64), (2, 1, 128), (2, 2, 128)]
+MANY += [(2, 1, 256)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block", [ROW, 128, 32])
+@pytest.mark.parametrize("tile", MANY)
+def test_many_tokens(emulators, tile, block, dtype):
+    warpgroups, tiles, tokens = tile
+    if block == 32 and warpgroups != 3:
+        return  # not built
+    rows = warpgroups * tiles * 64
+    # Blocks that split K, that share tokens, k-blocks between starts.
+    for i, (split, multicast, stagger) in enumerate(
+        ((1, 1, 0), (2, 1, 0), (4, 1, 0), (8, 1, 0), (1, 2, 0), (2, 2, 0), (1, 1, 2))
+    ):
+        seed = i + 10 * sum(tile)
+        size = block
+        if block == 128:
+            size = (128, 256, 384)[seed % 3]
+        if block == 32:
+            size = (32, 64)[i % 2]
+        scale_dtype = (HALF, FLOAT, BFLOAT16)[seed % 3]
+        if dtype == HALF and block != ROW:
+            scale_dtype = HALF
+        k = (1500, 700, 1111, 2100, 1300, 900, 600)[i]
+        n = rows * multicast + (36, 61, -30)[seed % 3]
+        if stagger:
+            n = 6 * rows
+        m = tokens - 5 if i % 2 else tokens + 17
+        n_pad = harness.up(n, 64)
+        choice = (*tile, split, multicast, stagger, 0, n_pad, 0)
+        gemm_case(
+            emulators[900], "sm90_many", choice, seed, m, n, k, size, dtype,
+            scale_dtype, [3],
+        )  # fmt: skip
