@@ -216,19 +216,22 @@ uint8_t* shared(uint32_t address, uint32_t bytes, uint32_t align) {
 
 void ordinary_write(uint32_t address, uint32_t bytes) {
   Block& b = block_at(address);
-  for (uint32_t a = address & ~15u; a < address + bytes; a += 16) {
-    b.written[a] = {current, current->proxy_fences};
+  if (b.written.empty()) b.written.resize(kWindowBytes / 16);
+  const uint32_t from = address % kWindowBytes;
+  for (uint32_t i = from / 16; i < (from + bytes + 15) / 16; ++i) {
+    b.written[i] = {current, current->proxy_fences};
   }
 }
 
 void check_fenced(uint32_t address, uint32_t bytes) {
   Block& b = block_at(address);
-  for (uint32_t a = address & ~15u; a < address + bytes; a += 16) {
-    const auto it = b.written.find(a);
-    if (it != b.written.end() &&
-        it->second.first->proxy_fences == it->second.second) {
+  if (b.written.empty()) return;
+  const uint32_t from = address % kWindowBytes;
+  for (uint32_t i = from / 16; i < (from + bytes + 15) / 16; ++i) {
+    const auto& [fiber, fences] = b.written[i];
+    if (fiber && fiber->proxy_fences == fences) {
       fail("the copy engine reads what thread %d wrote without fence.proxy",
-           it->second.first->thread);
+           fiber->thread);
     }
   }
 }

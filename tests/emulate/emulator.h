@@ -114,9 +114,9 @@ struct Block {
   NamedBarrier barriers[16];
   std::map<const void*, void*> statics;
   uint32_t statics_used = 0;
-  // Who wrote each 16 bytes by ordinary stores, and how often that thread had
-  // fenced them against the copy engine by then.
-  std::map<uint32_t, std::pair<Fiber*, unsigned>> written;
+  // Of each 16 bytes of the window: who wrote them by ordinary stores, and how
+  // often that thread had fenced them against the copy engine by then.
+  std::vector<std::pair<Fiber*, unsigned>> written;
 };
 
 struct Cluster {

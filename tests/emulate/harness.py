@@ -143,15 +143,13 @@ def pack(t: np.ndarray, n_pad: int, k_pad: int) -> torch.Tensor:
     """The layout of the device, by the formula of ternary_layout_cuda.py."""
     codes = np.ones((n_pad, k_pad), np.uint32)
     codes[: t.shape[0], : t.shape[1]] = t + 1
-    n, k = np.indices(codes.shape)
-    kk = k & 127
-    lane = (n & 7) * 4 + ((kk & 7) >> 1)
-    word = (((n >> 4) * (k_pad >> 7) + (k >> 7)) * 32 + lane) * 4 + (kk >> 5)
-    i = ((n >> 3) & 1) + 2 * ((kk >> 3) & 1)
-    bit = 2 * (4 * ((kk >> 4) & 1) + i) + 16 * (kk & 1)
-    words = np.zeros(n_pad * k_pad // 16, np.uint32)
-    np.bitwise_or.at(words, word, codes << bit.astype(np.uint32))
-    return torch.from_numpy(words.view(np.int32))
+    # Row 8 h + g of a tile, k = 32 word + 16 s + 8 c + 2 pair + b of it.
+    axes = codes.reshape(n_pad // 16, 2, 8, k_pad // 128, 4, 2, 2, 4, 2)
+    h, s, c, b = np.ogrid[:2, :2, :2, :2]
+    bit = (2 * (4 * s + h + 2 * c) + 16 * b).astype(np.uint32)
+    # tile, k tile, g, pair, word; h, s, c, b
+    words = axes.transpose(0, 3, 2, 7, 4, 1, 5, 6, 8) << bit
+    return torch.from_numpy(words.sum((5, 6, 7, 8), dtype=np.uint32).view(np.int32))
 
 
 @dataclass
@@ -172,15 +170,17 @@ class Weight:
     def num_blocks(self) -> int:
         return self.scale.shape[0]
 
-    def dense(self) -> np.ndarray:
+    def dense(self) -> torch.Tensor:
         """[N, K] in float64."""
-        block = np.minimum(
-            np.arange(self.size_k) // self.block_size, self.num_blocks - 1
-        )
-        value = self.t.astype(np.float64)
-        if self.zero_point is not None:
-            value -= self.zero_point.double().numpy()[block, : self.size_n].T
-        return value * self.scale.double().numpy()[block, : self.size_n].T
+        value = torch.from_numpy(self.t).double()
+        for b in range(self.num_blocks):
+            last = b + 1 == self.num_blocks
+            end = self.size_k if last else (b + 1) * self.block_size
+            part = value[:, b * self.block_size : end]
+            if self.zero_point is not None:
+                part -= self.zero_point[b, : self.size_n, None]
+            part *= self.scale[b, : self.size_n, None].double()
+        return value
 
 
 def make_weight(
@@ -212,10 +212,10 @@ def tokens(
     return torch.from_numpy(rng.standard_normal((m, k))).to(dtype)
 
 
-def error(found: torch.Tensor, expected: np.ndarray) -> float:
-    """By norm, of every token; NaN where anything is NaN."""
-    difference = np.linalg.norm(found.double().numpy() - expected, axis=-1)
-    return float(np.max(difference / np.linalg.norm(expected, axis=-1)))
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """By norm, of the worst token; NaN where anything is NaN."""
+    difference = (found.double() - expected).norm(dim=-1)
+    return float((difference / expected.norm(dim=-1)).max())
 
 
 # --- Calls
@@ -256,9 +256,9 @@ def gemm(
 
 def expected_gemm(
     x: torch.Tensor, w: Weight, bias: torch.Tensor | None = None
-) -> np.ndarray:
-    y = x.double().numpy() @ w.dense().T
-    return y if bias is None else y + bias.double().numpy()
+) -> torch.Tensor:
+    y = x.double() @ w.dense().t()
+    return y if bias is None else y + bias.double()
 
 
 INVERSE = np.argsort(
@@ -385,12 +385,12 @@ def expected_w2a8(
     w: Weight,
     bias: torch.Tensor | None = None,
     ends: Sequence[int] = (),
-) -> np.ndarray:
+) -> torch.Tensor:
     dense, out, begin = w.dense(), [], 0
     for part, end in enumerate(ends or [w.size_n]):
-        q = tokens.q[part, :, : w.size_k].double().numpy()
+        q = tokens.q[part, :, : w.size_k].double()
         rows = dense[begin : max(begin, min(end, w.size_n))]
-        out.append(q @ rows.T * tokens.xs[part].double().numpy()[:, None])
+        out.append(q @ rows.t() * tokens.xs[part].double()[:, None])
         begin = max(begin, end)
-    y = np.concatenate(out, axis=1)
-    return y if bias is None else y + bias.double().numpy()
+    y = torch.cat(out, dim=1)
+    return y if bias is None else y + bias.double()

@@ -3,12 +3,11 @@
 """The Hopper kernels, emulated: every tile that a plan may name, alone and split along
 K, one and several tiles for a thread block, under several seeds."""
 
+import harness
 import numpy as np
 import pytest
 import torch
-
-import harness
-from harness import BFLOAT16, FLOAT, H200, HALF, HOPPER_3, ROW, TOLERANCE
+from harness import BFLOAT16, FLOAT, HALF, ROW, TOLERANCE
 
 DTYPES = [HALF, BFLOAT16]
 
@@ -84,7 +83,7 @@ def gemm_case(emulator, name, choice, seed, m, n, k, block, dtype, scale_dtype, 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tile", FEW)
 def test_few_tokens(emulators, tile, dtype):
-    """Clusters of 1 to 8 blocks; two clusters at most, so that each has several tiles."""
+    """Clusters of 1 to 8 blocks, at most two of them, so that each has several tiles."""
     rows, _, tokens, _ = tile
     for i, split in enumerate((1, 2, 3, 5, 8, 1)):
         seed = i + 10 * sum(tile)
