@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from . import names
 from .errors import ConversionError
+from .experts import fused_experts
 from .model import Plain, Source, Weight, files_to_carry
 from .safetensors_io import NAMES, StoredTensor, read_checkpoint
 
@@ -85,11 +87,16 @@ class SafetensorsSource(Source):
 
     @classmethod
     def open(cls, directory: Path, config: dict[str, Any]) -> "SafetensorsSource":
-        entries: list[Plain | Weight] = [
-            full_weight(t) if is_full_weight(t) else plain(t)
-            for t in read_tensors(directory).values()
-        ]
-        return cls(directory, config, entries)
+        source = cls(directory, config)
+        tensors = read_tensors(directory)
+        for tensor in tensors.values():
+            if is_full_weight(tensor):
+                source.entries.append(full_weight(tensor))
+            elif len(tensor.shape) == 3 and names.experts_in_one(tensor.name):
+                source.entries.append(fused_experts(tensor, tensors, config))
+            else:
+                source.entries.append(plain(tensor))
+        return source
 
     def files(self) -> list[Path]:
         return files_to_carry(self.path)

@@ -57,14 +57,20 @@ def vllm_quantizes(module: str, model_type: str | None) -> bool:
     return _MAMBA_1.get(model_type or "", "\0") not in module
 
 
-_ALL_EXPERTS = re.compile(r"(.*?)\.(?:experts|input_linear|output_linear)\.")
+_ALL_EXPERTS = re.compile(
+    r"(.*?)\.(?:experts\.(?!\d)|(?:input_linear|output_linear)\."
+    r"|(moe)\.(?:gate|up|down)_proj\.)"
+)
 
 
 def experts_in_one(tensor: str) -> str | None:
     """Name in vLLM of a layer's experts, if a 3-D tensor of this name holds them all:
-    ``<...>.experts.gate_up_proj``, or ``<...>.input_linear.weight`` of Granite."""
+    ``<...>.experts.gate_up_proj``, ``<...>.input_linear.weight`` of Granite, or
+    ``<...>.moe.gate_proj.weight`` of Step 3."""
     match = _ALL_EXPERTS.match(tensor)
-    return f"{match[1]}.experts" if match else None
+    if match is None:
+        return None
+    return ".".join(filter(None, [match[1], match[2], "experts"]))
 
 
 def fused_group(module: str) -> str:

@@ -12,6 +12,7 @@ import torch
 from . import names, quant_config
 from .codec import TernaryFormatError, format, quantize, schemes
 from .errors import ConversionError
+from .experts import FusedExperts
 from .model import Plain, Source, Ternary, Weight
 from .safetensors_io import TensorSpec
 
@@ -112,12 +113,14 @@ def make_plan(source: Source, options: Options, progress: Progress) -> Plan:
             "one unquantized."
         )
     notes = list(source.notes)
-    entries = _drop_tied_head(source, notes)
     patterns = [*source.not_convert, *options.not_convert]
+    stored = _drop_tied_head(source, notes)
+    entries, experts = _split_experts(stored, patterns, notes)
+    modules = {_module_of(e) for e in entries} | experts
     unused = [
         p
         for p in options.not_convert
-        if not any(schemes.matches_not_convert(_module_of(e), [p]) for e in entries)
+        if not any(schemes.matches_not_convert(m, [p]) for m in modules)
     ]
     if unused:
         raise ConversionError(
@@ -126,10 +129,8 @@ def make_plan(source: Source, options: Options, progress: Progress) -> Plan:
             "beginning of a module's name."
         )
     steps: list[Plain | Decision] = []
-    experts: set[str] = set()
     for entry in progress(entries, "Looking at weights"):
         if isinstance(entry, Plain):
-            experts |= _fused_experts(entry, patterns)
             steps.append(entry)
         else:
             steps.append(_decide(entry, source, options, patterns))
@@ -319,32 +320,34 @@ def _words(decision: Decision) -> str:
 
 
 def _module_of(entry: Plain | Weight) -> str:
-    """The module that a tensor belongs to; for a layer's experts in one 3-D tensor,
-    of which vLLM makes one layer, ``<...>.experts``."""
-    if isinstance(entry, Plain) and (experts := _experts_of(entry)):
-        return experts
     return entry.name.rpartition(".")[0]
 
 
-def _experts_of(entry: Plain) -> str | None:
-    three = len(entry.spec.shape) == 3
-    return names.experts_in_one(entry.name) if three else None
-
-
-def _fused_experts(entry: Plain, patterns: list[str]) -> set[str]:
-    """The module of a layer's experts if the tensor holds them all. Raises
-    ConversionError unless they are to be left alone: they would stay unquantized
-    while vLLM expects them ternary."""
-    module = _experts_of(entry)
-    if module is None:
-        return set()
-    if not schemes.matches_not_convert(module, patterns):
-        raise ConversionError(
-            f"{entry.name}: holds all experts in one tensor {list(entry.spec.shape)}, "
-            "which the converter does not split. Save the model with one tensor per "
-            f"expert, or leave them as they are with --modules-to-not-convert {module}"
-        )
-    return {module}
+def _split_experts(
+    entries: list[Plain | Weight], patterns: list[str], notes: list[str]
+) -> tuple[list[Plain | Weight], set[str]]:
+    """Entries in which a tensor with all experts of a layer is replaced by the experts'
+    weights, unless they are to be left alone: vLLM expects them ternary; and names in
+    vLLM of the layers that are left alone."""
+    result: list[Plain | Weight] = []
+    left: set[str] = set()
+    tensors = 0
+    for entry in entries:
+        three = isinstance(entry, Plain) and len(entry.spec.shape) == 3
+        module = names.experts_in_one(entry.name) if three else None
+        if module is None:
+            result.append(entry)
+        elif schemes.matches_not_convert(module, patterns):
+            left.add(module)
+            result.append(entry)
+        else:
+            assert isinstance(entry, Plain)
+            parts = FusedExperts.of(entry).split(module)
+            result += parts
+            tensors += 1
+    if tensors:
+        notes.append(f"{tensors} tensors with all experts of a layer were split")
+    return result, left
 
 
 def _drop_tied_head(source: Source, notes: list[str]) -> list[Plain | Weight]:

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Checkpoints with all experts of a layer in one tensor: split, or refused."""
+
+import json
+from pathlib import Path
+
+import checkpoints as build
+import convert_checkpoint
+import fused_experts as fused
+import pytest
+import torch
+from fused_experts import BLOCK, EXPERTS, HIDDEN, INNER, KINDS
+from peak_memory import peak_memory
+from safetensors.torch import save_file
+
+from lib.convert.codec import format as codec
+from lib.convert.codec import quantize, schemes
+
+SCRIPT = Path(convert_checkpoint.__file__)
+LAYER = "model.layers.0.mlp.experts"
+
+
+def convert(source, dest, *arguments):
+    command = [str(source), str(dest), "--block-size", str(BLOCK)]
+    return convert_checkpoint.main([*command, *map(str, arguments)])
+
+
+def scheme_table(folder):
+    config = json.loads((folder / "config.json").read_text())
+    return schemes.SchemeTable.from_config(config["quantization_config"])
+
+
+def write(folder, seed, model_type="qwen3_moe", hidden=HIDDEN, inner=INNER, **change):
+    """A checkpoint of one layer's experts only, in the order [out, in]; `change` is
+    what `config.json` has else. Returns gate and up, and down, of each expert."""
+    generator = torch.Generator().manual_seed(seed)
+    gate_up = torch.randn(EXPERTS, 2 * inner, hidden, generator=generator)
+    down = torch.randn(EXPERTS, hidden, inner, generator=generator)
+    folder.mkdir(exist_ok=True)
+    save(folder, {f"{LAYER}.gate_up_proj": gate_up, f"{LAYER}.down_proj": down})
+    config = {"model_type": model_type, "hidden_size": hidden} | change
+    (folder / "config.json").write_text(json.dumps(config))
+    return gate_up, down
+
+
+def save(folder, tensors):
+    tensors = {name: x.contiguous() for name, x in tensors.items()}
+    save_file(tensors, folder / "model.safetensors")
+
+
+def transpose(tensors):
+    for name in tensors:
+        tensors[name] = tensors[name].transpose(1, 2)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_lossless(name, tmp_path, capsys):
+    """Integers and scales are those put into each expert; the rest is as it was."""
+    kind, seed = KINDS[name], sum(map(ord, name))
+    model = fused.tiny_model(kind, seed)
+    made = fused.make_ternary(kind, model, seed)
+    original = fused.write(kind, model, tmp_path / "in")
+    tensors_of_experts = {n for n, x in original.items() if n.endswith(kind.files)}
+    shape = (HIDDEN, 2 * INNER) if kind.transposed else (2 * INNER, HIDDEN)
+    assert (EXPERTS, *shape) in {tuple(original[n].shape) for n in tensors_of_experts}
+    capsys.readouterr()
+    assert convert(tmp_path / "in", tmp_path / "out", "--verify", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    rows = {row["module"]: row for row in report["modules"]}
+    assert report["bytes_before"] == sum(x.nbytes for x in original.values())
+    layers = len([m for m in made if ".experts.0." in m]) // (len(kind.parts) + 1)
+    assert layers == 2
+    tensors, table = build.read(tmp_path / "out"), scheme_table(tmp_path / "out")
+    for module, (t, scale) in made.items():
+        packed = tensors.pop(f"{module}.packed_ternary_weight")
+        assert torch.equal(codec.unpack(packed, t.shape[1], strict=True), t), module
+        assert torch.equal(tensors.pop(f"{module}.weight_scale"), scale), module
+        assert table.scheme(module) == schemes.Scheme(block_size=BLOCK)
+        zeros = 1 - t.count_nonzero().item() / t.numel()
+        assert rows[module]["sparsity"] == pytest.approx(zeros)
+    rest = original.keys() - tensors_of_experts - {f"{m}.weight" for m in made}
+    assert tensors.keys() == rest
+    assert all(torch.equal(tensors[n], original[n]) for n in rest)
+
+
+@pytest.mark.parametrize("hidden,inner", [(128, 64), (96, 96), (64, 96)])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "llama4_text", "qwen3_vl_moe"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_order_of_dimensions(model_type, transposed, hidden, inner, tmp_path, capsys):
+    """By the type of model, even where H = 2 I or H = I; both for the one that
+    transformers does not write as it was published. Quantized like 2-D weights."""
+    seed = hidden + inner + 7 * transposed + len(model_type)
+    source, dest = tmp_path / "in", tmp_path / "out"
+    text = {"model_type": f"{model_type}_text", "hidden_size": hidden}
+    nested = {} if model_type != "qwen3_vl_moe" else {"text_config": text}
+    gate_up, down = write(source, seed, model_type, hidden, inner, **nested)
+    if transposed:
+        build.rewrite(source, transpose)
+    code = convert(source, dest, "--quantize", "absmean", "--verify")
+    if (model_type, transposed) in (("qwen3_moe", True), ("llama4_text", False)):
+        assert code == 1
+        error = capsys.readouterr().err
+        assert f"not what vLLM's class for models of type {model_type} loads" in error
+        return
+    assert code == 0
+    tensors = build.read(dest)
+    assert len(tensors) == 2 * 3 * EXPERTS
+    for expert in range(EXPERTS):
+        gate, up = gate_up[expert, :inner], gate_up[expert, inner:]
+        parts = {"gate_proj": gate, "up_proj": up, "down_proj": down[expert]}
+        for part, w in parts.items():
+            t, scale = quantize.quantize_absmean(w, BLOCK)
+            module = f"{LAYER}.{expert}.{part}"
+            packed = tensors[f"{module}.packed_ternary_weight"]
+            assert torch.equal(codec.unpack(packed, w.shape[1]), t)
+            assert torch.equal(tensors[f"{module}.weight_scale"], scale)
+
+
+def test_other_weights_are_refused_naming_the_expert(tmp_path, capsys):
+    write(tmp_path / "in", 1)
+    assert convert(tmp_path / "in", tmp_path / "out") == 1
+    error = capsys.readouterr().err
+    assert f"{LAYER}.0.down_proj.weight: block 0 of row 0" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_shards(tmp_path):
+    """Experts of one tensor may go to several files."""
+    write(tmp_path / "in", 2)
+    arguments = ["--quantize", "mse", "--max-shard-size", "8KB", "--verify"]
+    assert convert(tmp_path / "in", tmp_path / "out", *arguments) == 0
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 3
+    assert index["weight_map"].keys() == build.read(tmp_path / "out").keys()
+
+
+@pytest.mark.parametrize(
+    "model_type,change,said",
+    [
+        ("gpt_oss", {}, "of type gpt_oss their biases and their clamped activation"),
+        ("step3_text", {}, "vLLM's class takes them in no other form"),
+        ("jetmoe", {}, "in models of type jetmoe is not known"),
+        ("qwen3_moe", {"hidden_size": None}, "hidden_size in config.json is None"),
+        ("qwen3_moe", {"hidden_size": 64}, "[3, 192, 128] and hidden_size 64"),
+    ],
+)
+def test_refused(model_type, change, said, tmp_path, capsys):
+    """Unless they are left as they are."""
+    source, dest = tmp_path / "in", tmp_path / "out"
+    gate_up, down = write(source, 3, model_type, **change)
+    assert convert(source, dest, "--quantize", "absmean") == 1
+    error = capsys.readouterr().err
+    assert said in error
+    assert f"{LAYER}.down_proj: holds all experts in one tensor [3, 128, 96]" in error
+    assert f"--modules-to-not-convert {LAYER}" in error
+
+    query = "model.layers.0.self_attn.q_proj.weight"
+    build.rewrite(source, lambda x: x.update({query: torch.randn(128, 128)}))
+    arguments = ["--quantize", "absmean", "--modules-to-not-convert", LAYER, "--verify"]
+    assert convert(source, dest, *arguments) == 0
+    tensors = build.read(dest)
+    assert torch.equal(tensors[f"{LAYER}.gate_up_proj"], gate_up)
+    assert torch.equal(tensors[f"{LAYER}.down_proj"], down)
+    assert scheme_table(dest).scheme(LAYER).kind == "unquantized"
+
+
+def test_a_part_that_is_missing_or_packed(tmp_path, capsys):
+    source, dest = tmp_path / "in", tmp_path / "out"
+    gate_up, down = write(source, 4)
+    save(source, {f"{LAYER}.gate_up_proj": gate_up})
+    assert convert(source, dest, "--quantize", "absmean") == 1
+    assert f"there is no {LAYER}.down_proj" in capsys.readouterr().err
+    names = f"{LAYER}.gate_up_proj", f"{LAYER}.down_proj"
+    save(source, dict(zip(names, (gate_up.to(torch.float8_e4m3fn), down))))
+    assert convert(source, dest, "--quantize", "absmean") == 1
+    assert "dtype F8_E4M3" in capsys.readouterr().err
+
+
+def test_memory_is_that_of_an_expert(tmp_path):
+    """Not of all of them: 2 MiB and 48 MiB."""
+    source, inner, hidden = tmp_path / "in", 512, 512
+    source.mkdir()
+    experts = torch.zeros(24, hidden, 2 * inner)
+    experts[:, ::3, ::7] = 0.5
+    down = torch.zeros(24, inner, hidden)
+    save(source, {f"{LAYER}.gate_up_proj": experts, f"{LAYER}.down_proj": down})
+    config = {"model_type": "llama4", "hidden_size": hidden}
+    (source / "config.json").write_text(json.dumps(config))
+    found = peak_memory(SCRIPT, source, tmp_path / "out", "--verify")
+    assert found < experts.nbytes // 2
