@@ -120,7 +120,7 @@ def prompts() -> list[list[int]]:
 
     generator = torch.Generator().manual_seed(20)
     return [
-        torch.randint(0, VOCAB_SIZE, (3 + 4 * i,), generator=generator).tolist()
+        torch.randint(0, VOCAB_SIZE, (3 + 8 * i,), generator=generator).tolist()
         for i in range(6)
     ]
 

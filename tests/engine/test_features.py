@@ -16,7 +16,8 @@ from server import DEVICE
 SETTINGS = {"module_overrides": {"re:model.embed_tokens|lm_head": {"kind": "ternary"}}}
 # Two ranks of one core each, where the machine has a single NUMA node.
 CPU_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if DEVICE == "cpu" else {}
-LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
+# Small blocks of the KV cache: some prompts fill one, and are found there again.
+LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "block_size": 32}
 
 
 def _store(module: str, w: torch.Tensor) -> Stored | None:
