@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdint>
 
 #include "device_info.h"
 #include "mma_gemm.h"
@@ -26,6 +27,12 @@ struct MmaCut {
 };
 
 inline bool is_power_of_two(int v) { return (v & (v - 1)) == 0; }
+
+// Whether a grid's y has room for the CTAs along N even where shared memory
+// lets each have a single row unit, and 32 bits for an index of a scale.
+inline bool fits_cut(int N_pad, int num_blocks) {
+  return N_pad <= 65535 * 16 && int64_t(num_blocks) * N_pad <= UINT32_MAX;
+}
 
 // Sets the cut of a.N_pad / rows row units and K_pad / 128 k tiles; `bytes()`
 // says how much shared memory the cut in `a` takes. Returns that, or 0 where no

@@ -22,7 +22,7 @@ bool is_fast(const GemmArgs& g) {
 }  // namespace
 
 bool mma_supported(const GemmArgs& g) {
-  return g.K <= kMaxK && g.M <= 65535 * 8 &&
+  return g.K <= kMaxK && g.M <= 65535 * 8 && fits_cut(g.N_pad, g.num_blocks) &&
          (g.num_blocks == 1 || g.block_size % 32 == 0);
 }
 

@@ -59,7 +59,7 @@ S8Args common(const Args& g) {
 }  // namespace
 
 bool mma_s8_supported(const W2A8Args& g) {
-  return g.K <= kMaxK && g.M <= 65535 * 8 &&
+  return g.K <= kMaxK && g.M <= 65535 * 8 && fits_cut(g.N_pad, g.num_blocks) &&
          (g.num_blocks == 1 || g.block_size % 32 == 0);
 }
 
@@ -91,8 +91,9 @@ void mma_s8_gemm(const W2A8Args& g, const MmaConfig& config,
 }
 
 bool mma_s8_supported(const GemmArgs& g) {
-  return g.K <= kMaxK && g.M <= 65535 * 2 && g.scale_dtype == DType::kHalf &&
-         !g.zero_point && whole_tiles(g.block_size, g.num_blocks);
+  return g.K <= kMaxK && g.M <= 65535 * 2 && fits_cut(g.N_pad, g.num_blocks) &&
+         g.scale_dtype == DType::kHalf && !g.zero_point &&
+         whole_tiles(g.block_size, g.num_blocks);
 }
 
 void mma_s8_gemm(const GemmArgs& g, const MmaConfig& config) {

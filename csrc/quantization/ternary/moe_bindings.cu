@@ -111,6 +111,9 @@ Tensor ternary_moe_gemm(
   TERNARY_CHECK(sorted_routes.numel() == int64_t(a.blocks) * kMoeBlock, kOp,
                 ": sorted_routes has ", sorted_routes.numel(), " entries for ",
                 a.blocks, " blocks; blocks of ", kMoeBlock, " are expected");
+  TERNARY_CHECK(a.blocks <= 65535, kOp, ": ", a.blocks, " blocks of ",
+                kMoeBlock, " routes; a launch takes 65535: lower ",
+                "--max-num-batched-tokens");
   if (route_weight) {
     TERNARY_CHECK(route_weight->is_cuda() && route_weight->is_contiguous() &&
                       route_weight->scalar_type() == ScalarType::Float &&

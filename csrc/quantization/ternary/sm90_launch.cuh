@@ -13,6 +13,7 @@
 #include <string>
 
 #include "cuda_common.h"
+#include "device_info.h"
 
 namespace vllm::ternary {
 
@@ -103,11 +104,10 @@ template <auto kKernel, typename C, typename... Args>
 void launch_clusters(int device, cudaStream_t stream, int clusters, int size,
                      const Args&... args) {
   // Once per device; setting it twice does no harm.
-  static std::atomic<uint64_t> prepared{0};
-  const uint64_t bit = uint64_t(1) << (device & 63);
-  if (!(prepared.load(std::memory_order_relaxed) & bit)) {
+  static std::atomic<bool> prepared[kMaxDevices] = {};
+  if (!prepared[device].load(std::memory_order_relaxed)) {
     allow_shared_memory<kKernel, C>();
-    prepared.fetch_or(bit, std::memory_order_relaxed);
+    prepared[device].store(true, std::memory_order_relaxed);
   }
   cudaLaunchAttribute attrs[2];
   unsigned n = 0;

@@ -22,15 +22,14 @@ struct Device {
 // How many blocks of the largest kind a device runs at one time, alone and in
 // clusters (which cannot use every multiprocessor). Asked once per device.
 const Device& device_of(int index) {
-  constexpr int kMost = 64;
-  static Device devices[kMost];
-  static bool known[kMost];
+  static Device devices[kMaxDevices];
+  static bool known[kMaxDevices];
   static std::mutex mutex;  // std::call_once would need glibc 2.34
-  const int i = index & (kMost - 1);
+  const int processors = device_info(index).processors;  // checks the index
   const std::lock_guard<std::mutex> lock(mutex);
-  if (!known[i]) {
+  if (!known[index]) {
     Device d;
-    d.processors = device_info(index).processors;
+    d.processors = processors;
     d.slots.clusters[0] = d.processors;
     for (int s = 1; s < 4; ++s) d.slots.clusters[s] = max_clusters(kSplits[s]);
     for (int blocks = 1; blocks <= 2; ++blocks) {
@@ -38,10 +37,10 @@ const Device& device_of(int index) {
         d.few_slots.clusters[blocks - 1][s] = few_max_clusters(blocks, s);
       }
     }
-    devices[i] = d;
-    known[i] = true;
+    devices[index] = d;
+    known[index] = true;
   }
-  return devices[i];
+  return devices[index];
 }
 
 void run(const PrefillArgs& a, const Plan& plan, Rows rows, Chain chain,

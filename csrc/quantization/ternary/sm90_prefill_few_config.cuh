@@ -5,6 +5,7 @@
 #pragma once
 
 #include "sm90_prefill_config.cuh"
+#include "sm90_prefill_few_plan.h"
 
 namespace vllm::ternary::sm90 {
 
@@ -19,8 +20,7 @@ struct FewConfig {
   // other.
   static constexpr bool kSync = kTokens == 8;
   // K-blocks of a stage.
-  static constexpr int kPair =
-      kTokens <= 16 || (kTokens == 32 && kBlocks == 1) ? 2 : 1;
+  static constexpr int kPair = few_pair(kTokens, kBlocks);
 
   static constexpr int kWarpgroups = kRows * kSets;
   static constexpr int kConsumers = kWarpgroups * 128;

@@ -44,6 +44,11 @@ struct FewSlots {
   int clusters[2][kFewMostSplit + 1];
 };
 
+// K-blocks of a stage, which is what a cluster's blocks share out.
+constexpr int few_pair(int tokens, int blocks) {
+  return tokens <= 16 || (tokens == 32 && blocks == 1) ? 2 : 1;
+}
+
 struct FewChoice {
   FewPlan plan;
   float cost;
@@ -58,7 +63,9 @@ inline FewChoice few_choose(int M, int row_tiles, int k_blocks,
     if (v.tokens != tokens) continue;
     const int columns = (M + v.tokens - 1) / v.tokens;
     const int tiles = (row_tiles + v.rows - 1) / v.rows * columns;
-    for (int split = 1; split <= std::min(k_blocks, kFewMostSplit); ++split) {
+    const int pair = few_pair(v.tokens, v.blocks);
+    const int stages = (k_blocks + pair - 1) / pair;
+    for (int split = 1; split <= std::min(stages, kFewMostSplit); ++split) {
       const int clusters = slots.clusters[v.resident - 1][split];
       if (clusters < 1) continue;
       const int waves = (tiles + clusters - 1) / clusters;

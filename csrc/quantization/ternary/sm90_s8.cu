@@ -20,20 +20,19 @@ using namespace s8;
 // How many blocks a device runs at one time, alone and in clusters (which
 // cannot use every multiprocessor). Asked once per device.
 const Slots& slots_of(int index) {
-  constexpr int kMost = 64;
-  static Slots devices[kMost];
-  static bool known[kMost];
+  static Slots devices[kMaxDevices];
+  static bool known[kMaxDevices];
   static std::mutex mutex;  // std::call_once would need glibc 2.34
-  const int i = index & (kMost - 1);
+  const int processors = device_info(index).processors;  // checks the index
   const std::lock_guard<std::mutex> lock(mutex);
-  if (!known[i]) {
+  if (!known[index]) {
     Slots slots{};
-    slots.clusters[0] = device_info(index).processors;
+    slots.clusters[0] = processors;
     for (int s = 1; s < 4; ++s) slots.clusters[s] = max_clusters(kSplits[s]);
-    devices[i] = slots;
-    known[i] = true;
+    devices[index] = slots;
+    known[index] = true;
   }
-  return devices[i];
+  return devices[index];
 }
 
 }  // namespace

@@ -53,6 +53,14 @@ VARIANTS = {
 }
 # As ternary_gemm_w2a8_tuned numbers them.
 TUNED_W2A8 = {"s8": 1, "sm90": 2, "inside": 3}
+# What a kernel says of a size or a cut that it does not take; any other error is one.
+REFUSALS = (
+    "does not take this call",
+    "does not quantize these activations",
+    "kernel needs",
+    "too little shared memory",
+    "too many tokens",
+)
 # A cut must be faster by this much to displace a simpler one that came before it.
 NOISE = 0.01
 
@@ -135,7 +143,10 @@ def measure(asked: list[tuple[str, int]], seconds: float) -> dict[str, Any]:
                     pairs = weights if op == "w2a16" else rows
                     try:
                         time_us = graph_time([call(pair) for pair in pairs], 5)
-                    except RuntimeError:  # the kernel does not take this size
+                    except RuntimeError as error:
+                        # After a fault every later call would fail, too.
+                        if not any(text in str(error) for text in REFUSALS):
+                            raise
                         continue
                     times.append({**way, "microseconds": round(time_us, 3)})
                 entries.append(

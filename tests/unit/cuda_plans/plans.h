@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// What a recorded launch must be: the checks of plans.cpp, by kernel.
+#pragma once
+
+#include <sstream>
+
+#include "cuda_stubs.h"
+
+struct Device {
+  int capability, processors, shared, cluster_group;
+};
+const Device& device_now();
+
+struct Wrong : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Throws Wrong with the values, in pairs of name and number.
+#define REQUIRE(condition, ...)                           \
+  do {                                                    \
+    if (!(condition)) fail_with(#condition, __VA_ARGS__); \
+  } while (false)
+
+template <typename... Args>
+[[noreturn]] void fail_with(const char* what, const Args&... args) {
+  std::ostringstream out;
+  out << what;
+  ((out << " " << args), ...);
+  throw Wrong(out.str());
+}
+
+// Demangled name of a kernel, with its template arguments.
+std::string kernel_name(const Launch& launch);
+// The numbers among the template arguments that follow `type` in a name.
+std::vector<int> shape_of(const std::string& name, const std::string& type);
+
+// Parts [begin, end) must follow each other from 0 to `end`, none empty.
+struct Cover {
+  int64_t at = 0;
+  void add(int64_t begin, int64_t end) {
+    REQUIRE(begin == at, "part begins at", begin, "and not at", at);
+    REQUIRE(end > begin, "empty part at", begin);
+    at = end;
+  }
+  void finish(int64_t end) const {
+    REQUIRE(at == end, "covered to", at, "of", end);
+  }
+};
+
+// Throw Wrong. `rows` gets what the launch computes: [begin, end).
+struct RowRange {
+  int64_t begin, end;
+};
+struct Sizes {
+  int M, N, K, N_pad, K_pad, block, num_blocks, scale_bytes;
+  const char *x, *weight, *scale, *y;
+  int64_t ldx;
+  int parts = 1;
+  const int* ends = nullptr;
+};
+void check_launch(const Launch& launch);
+RowRange check_prefill(const Launch& launch, const Sizes& s);
+void check_few(const Launch& launch, const Sizes& s);
+void check_wgmma_s8(const Launch& launch, const Sizes& s);
+void check_mma(const Launch& launch, const Sizes& s);
+void check_quantize(const Launch& launch, const Sizes& s);
