@@ -77,7 +77,7 @@ def check(
     routes = tokens * top_k
     b = torch.randn(experts, size_n, device="cuda", generator=g).to(dtype)
     route_weight = torch.rand(routes, device="cuda", generator=g)
-    y = torch.ops._C.ternary_moe_gemm(
+    arguments = (
         x,
         stack(weights, "weight"),
         stack(weights, "scale"),
@@ -91,6 +91,9 @@ def check(
         size_k,
         block_size,
     )
+    # What the memory of y holds before: every element must be written.
+    torch.full((routes, size_n), float("nan"), device="cuda", dtype=dtype)
+    y = torch.ops._C.ternary_moe_gemm(*arguments)
     assert y.shape == (routes, size_n) and y.dtype == dtype
     dense = [w.dequantize() for w in weights]
     expected = torch.zeros(routes, size_n, dtype=torch.float64, device="cuda")

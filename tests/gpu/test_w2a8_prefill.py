@@ -17,7 +17,7 @@ HALF, BFLOAT16 = torch.float16, torch.bfloat16
 TOLERANCE = {HALF: 1e-3, BFLOAT16: 4e-3}
 ROW = 1 << 20  # a block size beyond every K: one scale a row
 EPS = 1e-6
-HOPPER = 2  # the number of these kernels
+FEW, HOPPER = 1, 2  # the numbers of the kernel for few tokens, and of these
 
 # Sizes of real layers whose cut differs: split along K, one wave, several.
 LAYERS = [(6144, 1024), (1024, 3072), (4096, 12288), (24576, 4096), (34816, 5120)]
@@ -227,12 +227,17 @@ def test_chains_streams_and_graphs():
 
 
 def test_the_op_uses_them():
-    """Many tokens reach these kernels through the op itself."""
+    """Many tokens reach these kernels through the op itself, as its bits show."""
     gen = generator(8)
-    w = random_weight(3000, 1111, ROW, generator=gen)
+    w = random_weight(3000, 1111, 128, generator=gen)
     x = torch.randn((700, 1111), device="cuda", generator=gen).half()
     sizes = (w.size_n, w.size_k, w.block_size)
     y = torch.ops._C.ternary_gemm_w2a8(
         x, w.weight, w.scale, None, None, None, EPS, *sizes
     )
     assert torch.equal(y, gemm(x, w))
+    # The kernel for few tokens adds the blocks' sums in another order.
+    few = torch.ops._C.ternary_gemm_w2a8_tuned(
+        x, w.weight, w.scale, None, None, None, EPS, *sizes, FEW, 132, 1
+    )
+    assert not torch.equal(y, few)
