@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from . import names
 from .errors import ConversionError
 from .model import Plain, Weight
 from .safetensors_io import NAMES, StoredTensor
@@ -44,9 +45,8 @@ _GATE_UP = {"aria"}
 # transformers 5 reads both and writes the first, the published ones are the second.
 _EITHER = {"qwen3_vl_moe"}
 _REFUSED = {
-    "gpt_oss": "their biases and their clamped activation are not those of ternary "
-    "experts",
-    "dbrx": "vLLM's class takes them in no other form",
+    "gpt_oss": "vLLM's class wants gate and up interleaved, and has experts one by one "
+    "of Quark's only",
     "step3_text": "vLLM's class takes them in no other form",
     "step3p5": "vLLM's class takes them in no other form",
 }
@@ -68,6 +68,8 @@ class FusedExperts(Plain):
     """One weight for each expert, or gate and up."""
     problem: str = ""
     """Why there are no parts."""
+    separable: bool = True
+    """Whether vLLM takes them one by one."""
 
     @classmethod
     def of(cls, entry: Plain) -> "FusedExperts":
@@ -80,11 +82,12 @@ class FusedExperts(Plain):
     def split(self, module: str) -> tuple[Weight, ...]:
         """The parts; raises ConversionError saying why there are none."""
         if self.problem:
+            save = "Save the model with one tensor per expert, or leave"
             raise ConversionError(
                 f"{self.name}: holds all experts in one tensor "
                 f"{list(self.spec.shape)}, which the converter does not split: "
-                f"{self.problem}. Save the model with one tensor per expert, or leave "
-                f"them as they are with --modules-to-not-convert {module}"
+                f"{self.problem}. {save if self.separable else 'Leave'} them as they "
+                f"are with --modules-to-not-convert {names.suffix(module)}"
             )
         return self.parts
 
@@ -95,8 +98,13 @@ def fused_experts(
     """What a tensor with all experts of a layer consists of, by the type of model and
     the sizes in its config; `tensors` are those of the checkpoint."""
     entry = FusedExperts(tensor.spec, tensor.read, NAMES[tensor.dtype], tensor.nbytes)
+    text = config.get("text_config") or config
+    model_type = str(text.get("model_type", config.get("model_type")))
+    if reason := _REFUSED.get(model_type):
+        problem = f"in models of type {model_type} {reason}"
+        return replace(entry, problem=problem, separable=False)
     try:
-        parts = _parts(tensor, tensors, config)
+        parts = _parts(tensor, tensors, model_type, text.get("hidden_size"))
     except _Unknown as e:
         return replace(entry, problem=str(e))
     return replace(entry, parts=tuple(parts))
@@ -107,12 +115,11 @@ class _Unknown(Exception):
 
 
 def _parts(
-    tensor: StoredTensor, tensors: Mapping[str, StoredTensor], config: dict[str, Any]
+    tensor: StoredTensor,
+    tensors: Mapping[str, StoredTensor],
+    model_type: str,
+    hidden: Any,
 ) -> list[Weight]:
-    text = config.get("text_config") or config
-    model_type = str(text.get("model_type", config.get("model_type")))
-    if reason := _REFUSED.get(model_type):
-        raise _Unknown(f"of models of type {model_type} {reason}")
     family = model_type.removesuffix("_text")
     match = _NAME.fullmatch(tensor.name)
     if match is None or family not in _ROWS | _TRANSPOSED:
@@ -122,14 +129,12 @@ def _parts(
     is_gate_up = bool(match["gate_up"] or match["granite"])
     gate_up = tensor if is_gate_up else tensors.get(_partner(tensor.name))
     down = tensors.get(_partner(tensor.name)) if is_gate_up else tensor
-    hidden = text.get("hidden_size")
     if gate_up is None or down is None:
         raise _Unknown(f"there is no {_partner(tensor.name)}")
-    if not isinstance(hidden, int) or tensor.dtype not in _FLOATS:
-        raise _Unknown(
-            f"hidden_size in config.json is {hidden} and its dtype "
-            f"{NAMES[tensor.dtype]}"
-        )
+    if not isinstance(hidden, int):
+        raise _Unknown(f"hidden_size in config.json is {hidden}")
+    if tensor.dtype not in _FLOATS:
+        raise _Unknown(f"its dtype is {NAMES[tensor.dtype]}")
     orders = [family in _TRANSPOSED]
     if family in _EITHER:
         orders.append(not orders[0])
@@ -142,13 +147,13 @@ def _parts(
         )
     (transposed,) = fitting
     prefix = f"{match['layer']}.experts"
-    names = ["down_proj"]
+    parts = ["down_proj"]
     if is_gate_up:
-        names = ["gate_up_proj"] if family in _GATE_UP else ["gate_proj", "up_proj"]
+        parts = ["gate_up_proj"] if family in _GATE_UP else ["gate_proj", "up_proj"]
     return [
-        _weight(tensor, f"{prefix}.{expert}.{name}", expert, i, len(names), transposed)
+        _weight(tensor, f"{prefix}.{expert}.{part}", expert, i, len(parts), transposed)
         for expert in range(tensor.shape[0])
-        for i, name in enumerate(names)
+        for i, part in enumerate(parts)
     ]
 
 
