@@ -45,6 +45,17 @@ def test_every_number_of_tokens(isa, dtype, block_size):
         _check(isa, cpu_ops.random_x(size_m, 384, dtype, size_m), weight)
 
 
+@pytest.mark.parametrize("size_k", [192, 1056, 4160])
+@pytest.mark.parametrize("block_size", [32, 8192])
+def test_bands_of_rows(size_k, block_size):
+    """Many rows, whose last ones are no whole lane group, times many tokens."""
+    weight = cpu_ops.random_weight(613, size_k, block_size, seed=size_k)
+    bias = torch.randn(613).bfloat16()
+    for size_m in (65, 80, 97, 160):
+        x = cpu_ops.random_x(size_m, size_k, torch.bfloat16, size_m)
+        _check(None, x, weight, bias)
+
+
 @per_isa
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
@@ -180,7 +191,7 @@ def test_inputs_are_left_alone_and_results_repeat(isa):
 def test_threads_do_not_change_the_result(threads):
     weight = cpu_ops.random_weight(300, 256, 64, seed=6)
     before = torch.get_num_threads()
-    for size_m in (1, 9, 100):
+    for size_m in (1, 9, 100, 1025):
         x = cpu_ops.random_x(size_m, 256, torch.bfloat16, 6)
         try:
             torch.set_num_threads(1)

@@ -59,6 +59,31 @@ def test_sums_are_exact(isa, data):
     assert torch.equal(_gemm(isa, x.float(), weight).long(), exact)
 
 
+@pytest.mark.parametrize("size_k", [64, 448, 1088, 2112, 8256])
+@pytest.mark.parametrize("size_n", [16, 48, 613, 1120])
+def test_sums_of_bands_of_rows_are_exact(size_n, size_k):
+    """Many tokens, rows of every part of a band, rounded to bfloat16 only once."""
+    weight = cpu_ops.random_weight(size_n, size_k, size_k, seed=size_n + size_k)
+    weight.scale.fill_(1)
+    bias = torch.randint(-9, 10, (size_n,)).bfloat16()
+    for size_m in (65, 80, 96, 131):
+        x = _integers(size_m, size_k, size_m)
+        exact = x.float() @ weight.ternary.float().T  # below 2^24
+        y = _gemm(None, x.bfloat16(), weight, bias)
+        assert torch.equal(y, (exact + bias.float()).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size_k", [40, 64, 200, 1088])
+def test_quantization_is_the_same_on_every_isa(dtype, size_k):
+    """Rows of whole vectors, and of parts of them."""
+    weight = cpu_ops.random_weight(64, size_k, size_k, seed=size_k)
+    x = cpu_ops.random_x(33, size_k, dtype, size_k) * torch.tensor(3.0).to(dtype)
+    expected = _gemm("portable", x, weight)
+    for isa in ISAS:
+        assert torch.equal(_gemm(isa, x, weight), expected)
+
+
 @per_isa
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_the_largest_sums_do_not_overflow(isa, sign):

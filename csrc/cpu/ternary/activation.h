@@ -37,12 +37,13 @@ struct ActivationOps {
                      const Row& weight, Type x_type, float* out);
 
   // Per-token symmetric int8, q = round(row * 127 / max|row|), half to even,
-  // in the padded K and the byte order of int8_position();
-  // sums[b * size_m + m] is the sum of q over block b. Returns the factor from
-  // q back to x, or NaN if the row holds an infinity or a NaN, so that the
-  // result shows it.
-  float (*quantize_row)(const Weight& w, const float* row, int64_t size_m,
-                        int64_t m, int8_t* out, int32_t* sums);
+  // in the padded K and the byte order of int8_position(); each 64 bytes
+  // `line_step` bytes after the last. sums[b * size_m + m] is the sum of q over
+  // block b. Returns the factor from q back to x, or NaN if the row holds an
+  // infinity or a NaN, so that the result shows it.
+  float (*quantize_row)(const Weight& w, const Row& row, int64_t size_m,
+                        int64_t m, int8_t* out, int64_t line_step,
+                        int32_t* sums);
 };
 
 extern const ActivationOps kActivationPortable;

@@ -125,10 +125,10 @@ void apply_norm(const float* row, int64_t size_k, float inverse,
     out[k] = row[k] * inverse;
   }
   round_row(x_type, size_k, out);
-  constexpr int64_t kChunk = 256;
-  float factor[kChunk];
-  for (int64_t k = 0; k < size_k; k += kChunk) {
-    const int64_t count = size_k - k < kChunk ? size_k - k : kChunk;
+  constexpr int64_t kFactors = 256;
+  float factor[kFactors];
+  for (int64_t k = 0; k < size_k; k += kFactors) {
+    const int64_t count = size_k - k < kFactors ? size_k - k : kFactors;
     widen_row({weight.data, weight.type, weight.offset + k, 1}, count, factor);
     for (int64_t i = 0; i < count; ++i) {
       out[k + i] *= factor[i];
@@ -154,21 +154,42 @@ void permute_word(const int8_t* in, int8_t* out) {
 #endif
 }
 
-float quantize_row(const Weight& w, const float* row, int64_t size_m, int64_t m,
-                   int8_t* out, int32_t* sums) {
+constexpr int64_t kChunk = 256;  // values of a row at a time
+constexpr int64_t kLine = 64;
+
+void widen_part(const Row& x, int64_t k, int64_t count, float* out) {
+  widen_row({x.data, x.type, x.offset + k * x.stride, x.stride}, count, out);
+}
+
+// The factors from x to q and back, from the bits of max|x|.
+struct Factors {
+  bool finite;
+  float to_int8, from_int8;
+
+  explicit Factors(uint32_t largest) : finite(largest < 0x7f800000u) {
+    const float magnitude = bits_float(largest);
+    const float bound = magnitude > 1e-5f ? magnitude : 1e-5f;
+    // As torch evaluates 127 / bound: a quotient rounds differently.
+    to_int8 = finite ? 127.0f * (1.0f / bound) : 0.0f;
+    from_int8 = finite ? bound / 127.0f : __builtin_nanf("");
+  }
+};
+
+float quantize_row(const Weight& w, const Row& row, int64_t size_m, int64_t m,
+                   int8_t* out, int64_t line_step, int32_t* sums) {
+  float value[kChunk];
   // As integers, so that infinity and NaN compare above every number.
   uint32_t largest = 0;
-  for (int64_t k = 0; k < w.size_k; ++k) {
-    const uint32_t bits = float_bits(row[k]) & 0x7fffffffu;
-    largest = bits > largest ? bits : largest;
+  for (int64_t k = 0; k < w.size_k; k += kChunk) {
+    const int64_t count = w.size_k - k < kChunk ? w.size_k - k : kChunk;
+    widen_part(row, k, count, value);
+    for (int64_t i = 0; i < count; ++i) {
+      const uint32_t bits = float_bits(value[i]) & 0x7fffffffu;
+      largest = bits > largest ? bits : largest;
+    }
   }
-  const bool finite = largest < 0x7f800000u;
-  const float magnitude = bits_float(largest);
-  const float bound = magnitude > 1e-5f ? magnitude : 1e-5f;
-  // As torch evaluates 127 / bound: a quotient rounds differently.
-  const float factor = finite ? 127.0f * (1.0f / bound) : 0.0f;
+  const Factors factors(largest);
   const int64_t step = w.nblocks == 1 ? w.size_k : w.block_size;
-  constexpr int64_t kChunk = 256;
   int8_t q[kChunk];
   for (int64_t b = 0; b < w.nblocks; ++b) {
     int32_t sum = 0;
@@ -178,25 +199,26 @@ float quantize_row(const Weight& w, const float* row, int64_t size_m, int64_t m,
     for (int64_t k = 0; k < padded; k += kChunk) {
       const int64_t room = padded - k < kChunk ? padded - k : kChunk;
       const int64_t most = valid - k < room ? valid - k : room;
-      const int64_t count = finite && most > 0 ? most : 0;
-      const float* source = row + b * step + k;
+      const int64_t count = factors.finite && most > 0 ? most : 0;
+      widen_part(row, b * step + k, count, value);
       for (int64_t i = 0; i < count; ++i) {
-        // |source * factor| is at most 127 and a rounding error.
-        const int32_t value = (int32_t)__builtin_rintf(source[i] * factor);
-        q[i] = (int8_t)(value > 127 ? 127 : value);
+        // |value * factor| is at most 127 and a rounding error.
+        const int32_t rounded =
+            (int32_t)__builtin_rintf(value[i] * factors.to_int8);
+        q[i] = (int8_t)(rounded > 127 ? 127 : rounded);
         sum += q[i];
       }
       for (int64_t i = count; i < room; ++i) {
         q[i] = 0;
       }
-      int8_t* target = out + w.block_begin(b) + k;
       for (int64_t i = 0; i < room; i += kWordCodes) {
-        permute_word(q + i, target + i);
+        const int64_t at = w.block_begin(b) + k + i;
+        permute_word(q + i, out + at / kLine * line_step + at % kLine);
       }
     }
     sums[b * size_m + m] = sum;
   }
-  return finite ? bound / 127.0f : __builtin_nanf("");
+  return factors.from_int8;
 }
 
 }  // namespace

@@ -10,6 +10,12 @@
 #include <memory>
 #include <optional>
 
+#ifdef __linux__
+  #include <sys/mman.h>
+#endif
+
+#include <torch/csrc/stable/ops.h>
+
 #include "../../quantization/ternary/ternary_common.h"
 #include "activation.h"
 #include "ternary_cpu.h"
@@ -67,6 +73,28 @@ inline Weight make_weight(const char* op, const Tensor& weight,
   return w;
 }
 
+// Asks for large pages where the allocator takes memory from the system anew
+// with every call: 4 KiB at a time, that takes as long as the product.
+inline void prefer_large_pages(void* data, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+  constexpr int64_t kLarge = 8 << 20;
+  constexpr uintptr_t kPage = 2 << 20;
+  if (bytes >= kLarge) {
+    const auto begin = reinterpret_cast<uintptr_t>(data);
+    const uintptr_t first = (begin + kPage - 1) / kPage * kPage;
+    const uintptr_t last = (begin + bytes) / kPage * kPage;
+    madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+  }
+#endif
+}
+
+// An uninitialized output [M, N] for x.
+inline Tensor new_output(const Tensor& x, int64_t size_n) {
+  Tensor y = torch::stable::new_empty(x, {x.size(0), size_n});
+  prefer_large_pages(y.data_ptr(), y.numel() * y.element_size());
+  return y;
+}
+
 // y [M, N] and what is added to it.
 inline void set_output(Problem& p, const Tensor& y,
                        const std::optional<Tensor>& bias) {
@@ -121,6 +149,7 @@ class Scratch {
       : storage_(new char[count * sizeof(T) + kLine]) {
     const auto address = reinterpret_cast<uintptr_t>(storage_.get());
     data_ = reinterpret_cast<T*>((address + kLine - 1) / kLine * kLine);
+    prefer_large_pages(data_, count * sizeof(T));
   }
   T* data() const { return data_; }
 

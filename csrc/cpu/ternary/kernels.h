@@ -32,6 +32,10 @@ void make_lut_avx512(const float* padded, int64_t k_pad, float* out);
 // x: bfloat16 [size_m][k_pad].
 void gemm_bf16_avx512(const Problem& p, int64_t unit, int64_t unit_end);
 
+// Tiles: rows of x of up to so many bytes pass over a band of weights, 32
+// tokens at a time in L1. Longer ones pass over 64 rows of weights, from L2.
+constexpr int64_t kBandRow = 2048;
+
 // x: tiles [planes][ceil(size_m/16)][k_pad/32][16][32] of bfloat16, absent
 // tokens 0; block_pad a multiple of 32, m_begin of 16.
 void gemm_bf16_amx(const Problem& p, int64_t unit, int64_t unit_end);

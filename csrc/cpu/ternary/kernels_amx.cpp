@@ -5,8 +5,8 @@
 // in the order of the instruction's second operand, which is that of the
 // memory layout: one vector is one row of a tile. Then the tokens pass over
 // the panel. Few tokens: a short panel of 64 rows, in L1, for decoding is the
-// work. Many tokens: a long panel of 32 rows, in L2, so that sums stay in tile
-// registers, and 32 tokens times 32 rows at a time.
+// work. Many tokens: a band of long panels of 32 rows each fills a part of L2,
+// and 32 tokens at a time stay in L1 for all of them, sums in tile registers.
 
 #include "kernels.h"
 #include "simd.h"
@@ -14,164 +14,26 @@
 #ifdef TERNARY_X86
 
 TERNARY_TARGET_BEGIN(TERNARY_AMX)
-  #include "avx512_common.h"
+  #include "amx_panel.h"
 
 namespace vllm::ternary::cpu {
 namespace {
 
-constexpr int64_t kTileBytes = 1024;
-constexpr int64_t kTokens = 16;     // rows of a tile
 constexpr int64_t kFewTokens = 64;  // short panels up to here
 constexpr int64_t kShortPanel = 4;  // tiles along K
 constexpr int64_t kLongPanel = 128;
-constexpr int64_t kPanelAhead = 4096;          // bytes it claims ahead
-constexpr int64_t kPrefetch = 32 * kTileRows;  // words ahead of the decoder
+constexpr int64_t kBandBytes = 512 * 1024;  // long panels that go together
+constexpr int64_t kPair = 2 * kTokens;      // tokens that go together there
+constexpr int64_t kPanelFetch = 4096;       // bytes ahead of its tiles
 
-// Tiles 0 to 3 accumulate, 4 and 5 are tokens, 6 and 7 weights.
-struct alignas(64) TileConfig {
-  uint8_t palette = 1;
-  uint8_t start_row = 0;
-  uint8_t reserved[14] = {};
-  uint16_t bytes_per_row[16] = {};
-  uint8_t rows[16] = {};
+// What is fetched while panels are multiplied, a few lines with each step: the
+// next tokens into L2, and the lines of y that this panel is going to write.
+struct Fetch {
+  const char* x = nullptr;
+  char* y = nullptr;
+  int64_t x_lines = 0, y_lines = 0;  // with each step
+  int64_t y_step = 0;                // bytes
 };
-
-// The compiler does not see what tile instructions read: without this it may
-// drop or delay the stores that they depend on.
-void fence() { asm volatile("" ::: "memory"); }
-
-void configure(int64_t tokens) {
-  TileConfig config;
-  for (int i = 0; i < 8; ++i) {
-    config.bytes_per_row[i] = 64;
-    config.rows[i] = i < 6 ? (uint8_t)tokens : 16;
-  }
-  asm volatile("" ::"r"(&config) : "memory");
-  _tile_loadconfig(&config);
-}
-
-struct BFloat16Path {
-  static constexpr bool kFolded = false;
-  static constexpr int64_t kStep = 32;  // k of one tile
-  static constexpr int64_t kBytes = 2;  // of one element of x
-
-  // 16 k of a lane group into 8 rows of a tile.
-  static void decode(__m512i word, char* rows) {
-    const __m512i values = bfloat16_pairs();
-    for (int s = 0; s < 8; ++s) {
-      _mm512_store_si512(rows + 64 * s, _mm512_permutexvar_epi32(word, values));
-      word = _mm512_srli_epi32(word, 4);
-    }
-  }
-
-  static __m512 sum(const Problem&, int64_t, int64_t, const void* tile_row) {
-    return _mm512_load_ps(tile_row);
-  }
-};
-
-// bfloat16 with the scales of the blocks multiplied into the weights, rounded
-// to bfloat16: one long sum instead of one per block.
-struct FoldedPath : BFloat16Path {
-  static constexpr bool kFolded = true;
-
-  // Scales of 16 rows, each twice, as the two halves of a pair.
-  static __m512i scales(const Problem& p, int64_t k, int64_t unit) {
-    const Weight& w = p.weight;
-    int64_t block = k / p.folded_block;
-    block = block < p.folded_count ? block : p.folded_count - 1;
-    const __m512i one = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(
-        load16(w.scale, w.scale_type, block * w.n_pad + unit * kLaneRows)));
-    return _mm512_or_si512(one, _mm512_slli_epi32(one, 16));
-  }
-
-  static void decode(__m512i word, __m512i scale, char* rows) {
-    // +1 keeps the magnitude of the scale, -1 flips its sign too, 0 keeps none.
-    const int plus = 0x7fff, minus = 0xffff;
-    const auto pair = [](int first, int second) {
-      return (int)((unsigned)first | (unsigned)second << 16);
-    };
-    const __m512i masks = _mm512_setr_epi32(
-        pair(minus, minus), pair(0, minus), pair(plus, minus), 0,
-        pair(minus, 0), 0, pair(plus, 0), 0, pair(minus, plus), pair(0, plus),
-        pair(plus, plus), 0, 0, 0, 0, 0);
-    const __m512i sign = _mm512_set1_epi16((short)0x8000);
-    constexpr int kXorSignElseAnd = 0x68;  // of mask and scale
-    for (int s = 0; s < 8; ++s) {
-      const __m512i mask = _mm512_permutexvar_epi32(word, masks);
-      _mm512_store_si512(
-          rows + 64 * s,
-          _mm512_ternarylogic_epi32(mask, scale, sign, kXorSignElseAnd));
-      word = _mm512_srli_epi32(word, 4);
-    }
-  }
-};
-
-struct Int8Path {
-  static constexpr bool kFolded = false;
-  static constexpr int64_t kStep = 64;
-  static constexpr int64_t kBytes = 1;
-
-  // 16 k of a lane group into 4 rows of a tile.
-  static void decode(__m512i word, char* rows) {
-    const __m512i three = _mm512_set1_epi32(0x03030303);
-    for (int j = 0; j < 4; ++j) {
-      _mm512_store_si512(
-          rows + 64 * j,
-          _mm512_and_si512(_mm512_srli_epi32(word, 2 * j), three));
-    }
-  }
-
-  // The codes are t + 1: take the sum of x off.
-  static __m512 sum(const Problem& p, int64_t block, int64_t m,
-                    const void* tile_row) {
-    return _mm512_cvtepi32_ps(
-        _mm512_sub_epi32(_mm512_load_si512(tile_row),
-                         _mm512_set1_epi32(p.xq_sum[block * p.size_m + m])));
-  }
-};
-
-  // A macro, for the intrinsics spell their arguments into the instruction.
-  #define TERNARY_MULTIPLY(c, a, b)      \
-    do {                                 \
-      if constexpr (Path::kBytes == 2) { \
-        _tile_dpbf16ps(c, a, b);         \
-      } else {                           \
-        _tile_dpbsud(c, a, b);           \
-      }                                  \
-    } while (false)
-
-// Decodes U lane groups of [k0, k1) into panel [tile along K][U].
-template <typename Path, int U>
-void decode_panel(const Problem& p, int64_t unit, int64_t k0, int64_t k1,
-                  char* panel) {
-  constexpr int64_t kPart = kTileBytes * kWordCodes / Path::kStep;
-  const uint32_t* group =
-      p.weight.unit_words(unit) + k0 / kWordCodes * kTileRows;
-  for (int64_t k = k0; k < k1; k += Path::kStep, panel += U * kTileBytes) {
-    __m512i scale[U];
-    if constexpr (Path::kFolded) {
-      for (int u = 0; u < U; ++u) {
-        scale[u] = Path::scales(p, k, unit + u);
-      }
-    }
-    for (int64_t part = 0; part < kTileBytes; part += kPart) {
-      for (int u = 0; u < U; ++u) {
-        const uint32_t* word = group + u * kLaneRows;
-        char* rows = panel + u * kTileBytes + part;
-        _mm_prefetch((const char*)(word + kPrefetch), _MM_HINT_T0);
-        for (int64_t at = 0; at < kPart; at += 64) {
-          __builtin_prefetch(rows + kPanelAhead + at, 1);
-        }
-        if constexpr (Path::kFolded) {
-          Path::decode(_mm512_loadu_si512(word), scale[u], rows);
-        } else {
-          Path::decode(_mm512_loadu_si512(word), rows);
-        }
-      }
-      group += kTileRows;
-    }
-  }
-}
 
 // out (+)= x times panel: T tiles of tokens and U lane groups (T * U <= 4),
 // `steps` tiles along K. out [U][T][16][16].
@@ -230,6 +92,113 @@ void multiply_panel(const Problem& p, const char* x, const char* panel,
   if constexpr (T > 1 && U > 1) _tile_stored(3, out + 3 * kTileBytes, 64);
   if constexpr (kWide) _tile_stored(2, out + 2 * kTileBytes, 64);
   if constexpr (kWide && U > 3) _tile_stored(3, out + 3 * kTileBytes, 64);
+  fence();
+}
+
+// Sums of a panel [2][2][16][16] that wait for their scales: vector
+// instructions, which run beside tile instructions if dealt among those of the
+// next panel.
+struct Waiting {
+  const char* sums = nullptr;
+  int64_t m = 0, done = 0, count = 0;  // tokens
+  uint16_t* y = nullptr;               // bfloat16, of token m
+  __m512 scale[2], bias[2];
+};
+
+template <typename Path>
+void finish_waiting(const Problem& p, Waiting& wait, int64_t tokens) {
+  const int64_t left = wait.count - wait.done;
+  const int64_t end = wait.done + (left < tokens ? left : tokens);
+  for (; wait.done < end; ++wait.done) {
+    const int64_t m = wait.m + wait.done;
+    const __m512 factor =
+        _mm512_set1_ps(p.x_scale != nullptr ? p.x_scale[m] : 1.0f);
+    __m512 value[2];
+    for (int u = 0; u < 2; ++u) {
+      const char* row = wait.sums + 2 * u * kTileBytes + wait.done * 64;
+      value[u] = _mm512_mul_ps(wait.scale[u], Path::sum(p, 0, m, row));
+      value[u] = _mm512_fmadd_ps(value[u], factor, wait.bias[u]);
+    }
+    _mm512_storeu_si512(wait.y + wait.done * p.weight.size_n,
+                        (__m512i)_mm512_cvtne2ps_pbh(value[1], value[0]));
+  }
+}
+
+// Leaves the sums of two whole lane groups waiting; false: they cannot.
+template <typename Path>
+bool wait_for_scales(const Problem& p, int64_t unit, int64_t m, int64_t count,
+                     const char* sums, Waiting& wait) {
+  const Weight& w = p.weight;
+  if (w.nblocks > 1 || w.zero_point != nullptr || p.y_type != Type::kBFloat16 ||
+      (row_mask(p, unit) & row_mask(p, unit + 1)) != 0xffff) {
+    return false;
+  }
+  wait.sums = sums;
+  wait.m = m;
+  wait.done = 0;
+  wait.count = count;
+  wait.y = (uint16_t*)p.y + m * w.size_n + unit * kLaneRows;
+  for (int u = 0; u < 2; ++u) {
+    const int64_t n = (unit + u) * kLaneRows;
+    wait.scale[u] =
+        Path::kFolded ? _mm512_set1_ps(1.0f) : load16(w.scale, w.scale_type, n);
+    wait.bias[u] = p.bias == nullptr ? _mm512_setzero_ps()
+                                     : load16(p.bias, p.bias_type, n);
+  }
+  return true;
+}
+
+// multiply_panel for two tiles of tokens, two lane groups and one plane, with
+// what goes on beside the products.
+template <typename Path>
+void multiply_pair(const Problem& p, const char* x, const char* panel,
+                   int64_t steps, bool fresh, char* out, Fetch& fetch,
+                   Waiting& wait) {
+  const int64_t next_tokens = p.weight.k_pad / Path::kStep * kTileBytes;
+  const int64_t share = (wait.count - wait.done + steps - 1) / steps;
+  if (fresh) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
+    _tile_loadd(0, out, 64);
+    _tile_loadd(1, out + 2 * kTileBytes, 64);
+    _tile_loadd(2, out + kTileBytes, 64);
+    _tile_loadd(3, out + 3 * kTileBytes, 64);
+  }
+  for (int64_t step = 0; step < steps; ++step) {
+    const char* ahead = panel + kPanelFetch;
+    _tile_loadd(6, panel, 64);
+    _tile_loadd(7, panel + kTileBytes, 64);
+    _tile_loadd(4, x, 64);
+    for (int64_t at = 0; at < kTileBytes; at += 64) {
+      _mm_prefetch(ahead + at, _MM_HINT_T0);
+    }
+    TERNARY_MULTIPLY(0, 4, 6);
+    TERNARY_MULTIPLY(1, 4, 7);
+    _tile_loadd(5, x + next_tokens, 64);
+    for (int64_t at = kTileBytes; at < 2 * kTileBytes; at += 64) {
+      _mm_prefetch(ahead + at, _MM_HINT_T0);
+    }
+    for (int64_t i = 0; i < fetch.x_lines; ++i, fetch.x += 64) {
+      _mm_prefetch(fetch.x, _MM_HINT_T1);
+    }
+    for (int64_t i = 0; i < fetch.y_lines; ++i, fetch.y += fetch.y_step) {
+      __builtin_prefetch(fetch.y, 1);
+    }
+    TERNARY_MULTIPLY(2, 5, 6);
+    TERNARY_MULTIPLY(3, 5, 7);
+    if (share > 0) {
+      finish_waiting<Path>(p, wait, share);
+    }
+    x += kTileBytes;
+    panel += 2 * kTileBytes;
+  }
+  _tile_stored(0, out, 64);
+  _tile_stored(1, out + 2 * kTileBytes, 64);
+  _tile_stored(2, out + kTileBytes, 64);
+  _tile_stored(3, out + 3 * kTileBytes, 64);
   fence();
 }
 
@@ -305,28 +274,29 @@ void apply_block(const Problem& p, int64_t block, int64_t unit, int64_t m,
 template <typename Path, int T, int U>
 int64_t run_tokens(const Problem& p, int64_t unit, int64_t m, int64_t count,
                    int64_t k0, int64_t k1, int64_t block, const char* panel,
-                   char* sums, float* totals) {
+                   char* sums, float* totals, Fetch& fetch, Waiting& wait) {
   const Weight& w = p.weight;
   const char* x =
       (const char*)p.x + m / kTokens * (w.k_pad / Path::kStep) * kTileBytes;
-  if (k1 == w.k_pad) {  // y is written soon, a line here and a line there
-    const int64_t bytes = p.y_type == Type::kFloat ? 4 : 2;
-    char* y = (char*)p.y + (m * w.size_n + unit * kLaneRows) * bytes;
-    for (int64_t t = 0; t < count; ++t, y += w.size_n * bytes) {
-      for (int64_t at = 0; at < U * kLaneRows * bytes; at += 64) {
-        __builtin_prefetch(y + at, 1);
-      }
-    }
-  }
+  const bool whole = k0 == 0 && k1 == w.k_pad;
   for (int64_t k = k0; k < k1;) {  // pieces of blocks
     const bool complete = w.block_end(block) <= k1;
+    const bool fresh = k == w.block_begin(block);
     const int64_t end = complete ? w.block_end(block) : k1;
-    multiply_panel<Path, T, U>(p, x + k / Path::kStep * kTileBytes,
-                               panel + (k - k0) / Path::kStep * U * kTileBytes,
-                               (end - k) / Path::kStep,
-                               k == w.block_begin(block), sums);
+    const int64_t steps = (end - k) / Path::kStep;
+    const char* tiles = x + k / Path::kStep * kTileBytes;
+    const char* part = panel + (k - k0) / Path::kStep * U * kTileBytes;
+    bool waits = false;
+    if (T == 2 && U == 2 && p.planes == 1) {
+      multiply_pair<Path>(p, tiles, part, steps, fresh, sums, fetch, wait);
+      waits = whole && wait_for_scales<Path>(p, unit, m, count, sums, wait);
+    } else {
+      multiply_panel<Path, T, U>(p, tiles, part, steps, fresh, sums);
+    }
     if (complete) {
-      apply_block<Path, T, U>(p, block, unit, m, count, sums, totals);
+      if (!waits) {
+        apply_block<Path, T, U>(p, block, unit, m, count, sums, totals);
+      }
       ++block;
     }
     k = end;
@@ -334,20 +304,22 @@ int64_t run_tokens(const Problem& p, int64_t unit, int64_t m, int64_t count,
   return block;
 }
 
-// P times U lane groups, tokens [m_begin, m_end).
-template <typename Path, int P, int U>
-void run_units(const Problem& p, int64_t unit, int64_t panel_tiles, char* panel,
-               char* carried) {
+// `count` panels of U lane groups each, tokens [m_begin, m_end).
+template <typename Path, int U>
+void run_units(const Problem& p, int64_t unit, int64_t count,
+               int64_t panel_tiles, char* panel, char* carried) {
   const Weight& w = p.weight;
   const int64_t chunk = panel_tiles * Path::kStep;
   const int64_t panel_bytes = panel_tiles * U * kTileBytes;
   const bool carry = chunk < w.k_pad;
   constexpr int kT = U <= 2 ? 2 : 1;  // tiles of tokens that go together
   constexpr int64_t kSums = kT * U * kTileBytes;
+  const int64_t y_bytes = p.y_type == Type::kFloat ? 4 : 2;
   int64_t block = 0;
+  Waiting wait;
   for (int64_t k0 = 0; k0 < w.k_pad; k0 += chunk) {
     const int64_t k1 = w.k_pad - k0 < chunk ? w.k_pad : k0 + chunk;
-    for (int i = 0; i < P; ++i) {
+    for (int64_t i = 0; i < count; ++i) {
       decode_panel<Path, U>(p, unit + i * U, k0, k1, panel + i * panel_bytes);
     }
     fence();
@@ -355,26 +327,41 @@ void run_units(const Problem& p, int64_t unit, int64_t panel_tiles, char* panel,
     char* sums = carried;
     for (int64_t m = p.m_begin; m < p.m_end; m += kT * kTokens) {
       const int64_t left = p.m_end - m;
-      for (int i = 0; i < P; ++i) {
-        char* mine = sums + 2 * i * kSums;
-        float* totals = (float*)(mine + kSums);
+      Fetch fetch;
+      if (count > 2 && left > kPair) {
+        fetch.x = (const char*)p.x + (m + kPair) * w.k_pad * Path::kBytes;
+        fetch.x_lines = (kPair + count - 1) / count;
+      }
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t first = unit + i * U;
+        if (k1 == w.k_pad && left >= kPair) {
+          const int64_t steps = (k1 - k0) / Path::kStep;
+          fetch.y = (char*)p.y + (m * w.size_n + first * kLaneRows) * y_bytes;
+          fetch.y_step = w.size_n * y_bytes;
+          fetch.y_lines = (kPair + steps - 1) / steps;
+        }
+        // Without sums that carry over two buffers take turns, for one waits.
+        char* mine = carry ? sums : carried + i % 2 * kSums;
+        float* totals = (float*)(carry ? sums + kSums : carried + 2 * kSums);
         const char* part = panel + i * panel_bytes;
         if (kT > 1 && left > kTokens) {
-          const int64_t count = left < kT * kTokens ? left : kT * kTokens;
-          next = run_tokens<Path, kT, U>(p, unit + i * U, m, count, k0, k1,
-                                         block, part, mine, totals);
+          const int64_t tokens = left < kT * kTokens ? left : kT * kTokens;
+          next = run_tokens<Path, kT, U>(p, first, m, tokens, k0, k1, block,
+                                         part, mine, totals, fetch, wait);
         } else {
-          const int64_t count = left < kTokens ? left : kTokens;
-          next = run_tokens<Path, 1, U>(p, unit + i * U, m, count, k0, k1,
-                                        block, part, mine, totals);
+          finish_waiting<Path>(p, wait, kPair);
+          const int64_t tokens = left < kTokens ? left : kTokens;
+          next = run_tokens<Path, 1, U>(p, first, m, tokens, k0, k1, block,
+                                        part, mine, totals, fetch, wait);
         }
-      }
-      if (carry) {
-        sums += 2 * P * kSums;
+        if (carry) {
+          sums += 2 * kSums;
+        }
       }
     }
     block = next;
   }
+  finish_waiting<Path>(p, wait, kPair);
 }
 
 template <typename Path>
@@ -384,23 +371,30 @@ void run(const Problem& p, int64_t unit, int64_t unit_end) {
   const int64_t k_tiles = p.weight.k_pad / Path::kStep;
   const int64_t most = few ? kShortPanel : kLongPanel;
   const int64_t panel_tiles = k_tiles < most ? k_tiles : most;
-  const int64_t panel_bytes = 4 * panel_tiles * kTileBytes;
-  // Sums and totals of four lane groups for every two tiles of tokens.
-  const int64_t pairs = (tokens + 2 * kTokens - 1) / (2 * kTokens);
-  char* panel = thread_scratch(panel_bytes + pairs * 16 * kTileBytes);
+  int64_t band = 2;  // pairs of lane groups
+  if (!few && p.weight.k_pad * Path::kBytes <= kBandRow) {
+    band = kBandBytes / (2 * panel_tiles * kTileBytes);
+  }
+  const int64_t panel_bytes = 2 * band * panel_tiles * kTileBytes;
+  // Sums and totals of the lane groups for every two tiles of tokens.
+  const int64_t pairs = (tokens + kPair - 1) / kPair;
+  const int64_t sums_bytes =
+      panel_tiles < k_tiles ? pairs * band * 8 * kTileBytes : 12 * kTileBytes;
+  char* panel = thread_scratch(panel_bytes + sums_bytes);
   char* carried = panel + panel_bytes;
   configure(p.size_m < kTokens ? p.size_m : kTokens);
   while (unit < unit_end) {
     const int64_t units = units_together(unit, unit_end);
-    if (units == 4) {
-      few ? run_units<Path, 1, 4>(p, unit, panel_tiles, panel, carried)
-          : run_units<Path, 2, 2>(p, unit, panel_tiles, panel, carried);
+    if (few && units == 4) {
+      run_units<Path, 4>(p, unit, 1, panel_tiles, panel, carried);
       unit += 4;
-    } else if (units >= 2) {
-      run_units<Path, 1, 2>(p, unit, panel_tiles, panel, carried);
-      unit += 2;
+    } else if (units >= 2 && unit % 2 == 0) {
+      int64_t count = few ? 1 : (unit_end - unit) / 2;
+      count = count < band ? count : band;
+      run_units<Path, 2>(p, unit, count, panel_tiles, panel, carried);
+      unit += 2 * count;
     } else {
-      run_units<Path, 1, 1>(p, unit, panel_tiles, panel, carried);
+      run_units<Path, 1>(p, unit, 1, panel_tiles, panel, carried);
       unit += 1;
     }
   }
@@ -411,7 +405,8 @@ void run(const Problem& p, int64_t unit, int64_t unit_end) {
 
 void gemm_bf16_amx(const Problem& p, int64_t unit, int64_t unit_end) {
   const Weight& w = p.weight;
-  if (p.m_end - p.m_begin <= kFewTokens || p.planes > 1 || w.nblocks == 1 ||
+  // By size_m: how tokens are cut into chunks must not change the result.
+  if (p.size_m <= kFewTokens || p.planes > 1 || w.nblocks == 1 ||
       w.zero_point != nullptr) {
     run<BFloat16Path>(p, unit, unit_end);
     return;

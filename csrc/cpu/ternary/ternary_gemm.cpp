@@ -60,7 +60,7 @@ Tensor ternary_gemm(const Tensor& x, const Tensor& weight, const Tensor& scale,
       make_weight(op, weight, scale, zero_point, size_n, size_k, block_size);
   check_activation(op, x, size_k, /*allow_float32=*/true);
   check_bias(op, bias, size_n, x.scalar_type());
-  Tensor y = torch::stable::new_empty(x, {x.size(0), size_n});
+  Tensor y = new_output(x, size_n);
   set_output(p, y, bias);
   if (p.size_m == 0) {
     return y;

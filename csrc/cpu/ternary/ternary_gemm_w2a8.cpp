@@ -53,7 +53,7 @@ Tensor ternary_gemm_w2a8(const Tensor& x, const Tensor& weight,
   if (!norm_weight.has_value()) {
     ends = {size_n};  // without a norm all parts see the same activation
   }
-  Tensor y = torch::stable::new_empty(x, {x.size(0), size_n});
+  Tensor y = new_output(x, size_n);
   set_output(p, y, bias);
   if (p.size_m == 0) {
     return y;
@@ -73,38 +73,29 @@ Tensor ternary_gemm_w2a8(const Tensor& x, const Tensor& weight,
   }
   torch::stable::parallel_for(
       0, p.size_m, row_grain(w), [&](int64_t begin, int64_t end) {
-        Scratch<float> row(w.size_k);
-        Scratch<float> normed(w.size_k);
-        Scratch<int8_t> bytes(w.k_pad);
+        Scratch<float> wide(norm_weight.has_value() ? w.size_k : 0);
+        Scratch<float> normed(norm_weight.has_value() ? w.size_k : 0);
         for (int64_t m = begin; m < end; ++m) {
-          plan.ops->widen_row(row_of(x, m), w.size_k, row.data());
-          const float inverse =
-              norm_weight.has_value()
-                  ? plan.ops->rms_inverse(row.data(), w.size_k,
-                                          static_cast<float>(norm_eps))
-                  : 0.0f;
+          Row row = row_of(x, m);
+          float inverse = 0.0f;
+          if (norm_weight.has_value()) {
+            plan.ops->widen_row(row, w.size_k, wide.data());
+            inverse = plan.ops->rms_inverse(wide.data(), w.size_k,
+                                            static_cast<float>(norm_eps));
+            row = {normed.data(), Type::kFloat, 0, 1};
+          }
           for (int64_t part = 0; part < parts; ++part) {
-            const float* source = row.data();
             if (norm_weight.has_value()) {
-              plan.ops->apply_norm(row.data(), w.size_k, inverse,
+              plan.ops->apply_norm(wide.data(), w.size_k, inverse,
                                    row_of(*norm_weight, part), p.y_type,
                                    normed.data());
-              source = normed.data();
             }
-            char* out = quantized.data() + part * part_bytes;
-            int8_t* target = tiles
-                                 ? bytes.data()
-                                 : reinterpret_cast<int8_t*>(out) + m * w.k_pad;
+            char* out = quantized.data() + part * part_bytes +
+                        (tiles ? tile_offset(m, w.k_pad) : m * w.k_pad);
             factors.data()[part * p.size_m + m] = plan.ops->quantize_row(
-                w, source, p.size_m, m, target,
+                w, row, p.size_m, m, reinterpret_cast<int8_t*>(out),
+                tiles ? kTileBytes : kTileRowBytes,
                 sums.data() + part * p.size_m * w.nblocks);
-            if (tiles) {
-              char* row_of_tile = out + tile_offset(m, w.k_pad);
-              for (int64_t k = 0; k < w.k_pad; k += kTileRowBytes) {
-                std::memcpy(row_of_tile + k * kTileTokens, target + k,
-                            kTileRowBytes);
-              }
-            }
           }
         }
       });
