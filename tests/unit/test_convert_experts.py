@@ -171,6 +171,24 @@ def test_refused(model_type, change, said, tmp_path, capsys):
     assert scheme_table(dest).scheme(LAYER).kind == "unquantized"
 
 
+def test_projections_of_step_3(tmp_path, capsys):
+    """Three tensors a layer, of a module that vLLM calls moe.experts."""
+    source, dest = tmp_path / "in", tmp_path / "out"
+    write(source, 5, "step3_text")
+    layer = "model.layers.4"
+    parts = [f"{layer}.moe.{p}_proj.weight" for p in ("gate", "up", "down")]
+    tensors = {name: torch.randn(EXPERTS, 64, 64) for name in parts}
+    save(source, tensors | {f"{layer}.self_attn.q_proj.weight": torch.randn(64, 64)})
+    assert convert(source, dest, "--quantize", "absmean") == 1
+    error = capsys.readouterr().err
+    assert parts[2] in error and "--modules-to-not-convert moe.experts" in error
+    left = ["--modules-to-not-convert", "moe.experts"]
+    assert convert(source, dest, "--quantize", "absmean", *left) == 0
+    assert set(parts) < build.read(dest).keys()
+    scheme = scheme_table(dest).scheme(f"{layer}.moe.experts")
+    assert scheme.kind == "unquantized"
+
+
 def test_a_part_that_is_missing_or_packed(tmp_path, capsys):
     source, dest = tmp_path / "in", tmp_path / "out"
     gate_up, down = write(source, 4)
