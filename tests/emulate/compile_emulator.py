@@ -6,6 +6,7 @@ Objects are kept in build/emulate by the hash of what the compiler reads.
 """
 
 import hashlib
+import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,41 +20,42 @@ HERE = Path(__file__).resolve().parent
 PROJECT = HERE.parent.parent
 CSRC = PROJECT / "csrc" / "quantization" / "ternary"
 OBJECTS = PROJECT / "build" / "emulate"
-EMULATOR = ("emulator", "barriers", "wgmma", "tensor_map", "ptx")
-# One library per architecture: 8.0 stands for all before 9.0.
+# One library per architecture: 8.0 stands for all before 9.0. Sources that ask which
+# it is are compiled for both; the others need not be.
 ARCHS = (800, 900)
 
 COMMON = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-w")
 # Device code reads floats as integers; it fuses nothing that it does not say.
-KERNELS = ("-O1", "-fno-strict-aliasing", "-ffp-contract=off")
+KERNELS = ("-O0", "-fno-strict-aliasing", "-ffp-contract=off")
 # longjmp between stacks is what fibers are.
 FIBERS = ("-O2", "-fno-strict-aliasing", "-ffp-contract=off", "-U_FORTIFY_SOURCE")
 
 
-def sources(arch: int) -> list[Path]:
-    found = sorted(CSRC.glob("*.cu"))
-    return [
-        path
-        for path in found
-        if not path.name.endswith("bindings.cu")
-        and (arch >= 900 or not path.name.startswith("sm90_"))
-    ]
+def sources() -> list[tuple[Path, int]]:
+    """What to compile, and for which architecture: 0 for all."""
+    units = []
+    for path in sorted(CSRC.glob("*.cu")):
+        if path.name.startswith("sm90_"):
+            units.append((path, 900))
+        elif re.fullmatch(r"mma_.*_(half|bfloat16)\.cu", path.name):
+            units += [(path, arch) for arch in ARCHS]
+        elif not path.name.endswith("bindings.cu"):
+            units.append((path, 0))
+    units += [(HERE / "entry.cpp", arch) for arch in ARCHS]
+    emulator = [path for path in HERE.glob("*.cpp") if path.name != "entry.cpp"]
+    return units + [(path, 0) for path in sorted(emulator)]
 
 
 def build(archs: tuple[int, ...] = ARCHS) -> dict[int, Path]:
     """The libraries by architecture."""
     OBJECTS.mkdir(parents=True, exist_ok=True)
-    jobs = []
-    for arch in archs:
-        jobs += [(path, arch) for path in sources(arch)]
-        jobs.append((HERE / "entry.cpp", arch))
-    jobs.sort(key=lambda job: -_weight(job[0]))
-    jobs += [(HERE / f"{name}.cpp", 0) for name in EMULATOR]
+    units = [unit for unit in sources() if unit[1] in (0, *archs)]
+    units.sort(key=lambda unit: -_weight(unit[0]))
     with ThreadPoolExecutor(default_jobs()) as pool:
-        objects = list(pool.map(lambda job: _compile(*job), jobs))
+        objects = list(pool.map(lambda unit: _compile(*unit), units))
     libraries = {}
     for arch in archs:
-        mine = [o for o, job in zip(objects, jobs) if job[1] in (0, arch)]
+        mine = [o for o, unit in zip(objects, units) if unit[1] in (0, arch)]
         library = OBJECTS / f"emulator-{arch}.so"
         link = [find_cxx().path, "-shared", "-Wl,-Bsymbolic", "-o", str(library)]
         _run([*link, *map(str, mine)])
@@ -69,13 +71,12 @@ def _weight(path: Path) -> int:
 def _compile(path: Path, arch: int) -> Path:
     cxx = find_cxx()
     command = [cxx.path, *COMMON, *(FIBERS if path.suffix == ".cpp" else KERNELS)]
-    if arch:
-        command.append(f"-D__CUDA_ARCH__={arch}")
+    command.append(f"-D__CUDA_ARCH__={arch or 900}")
     includes = [f"-I{folder}" for folder in (HERE / "include", HERE, CSRC)]
     first = ["-include", str(HERE / "ptx.h")] if path.suffix == ".cu" else []
     text = _run([*command, *includes, *first, "-E", "-x", "c++", str(path)])
     if path.suffix == ".cu":
-        text = translate(text, CSRC)
+        text = translate(text, CSRC).replace(str(CSRC), CSRC.name)
     key = hashlib.sha256("\0".join([cxx.version, *command, text]).encode()).hexdigest()
     target = OBJECTS / f"{path.stem}-{key[:20]}.o"
     if not target.exists():

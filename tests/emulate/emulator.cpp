@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Devices, memory with guard pages, fibers and their scheduler.
+// Fibers and their scheduler.
 #include "emulator.h"
 
 #include <signal.h>
@@ -26,52 +26,13 @@ std::mt19937 rng;
 
 namespace {
 
-constexpr size_t kStackBytes = 128 << 10, kPage = 4096;
+constexpr size_t kStackBytes = 128 << 10;
 constexpr size_t kStaticBytes = 4 * kPage;  // of static shared memory
 constexpr int kMaxThreads = kMaxCluster * 1024;
 
-struct Device {
-  int capability, processors, shared_memory;
-};
-// An H200, the same with few multiprocessors (so that small products take
-// several turns), an A100, an L40S.
-constexpr Device kDevices[] = {
-    {90, 132, 227 << 10}, {90, 3, 227 << 10},  {90, 8, 227 << 10},
-    {80, 108, 163 << 10}, {89, 142, 99 << 10},
-};
-
 std::string error;
-unsigned seed = 0, launches = 0;
-int device = 0;
-// Dynamic shared memory of a kernel on a device.
-std::map<std::pair<const void*, int>, int> allowed;
-
-// --- Memory
-
-struct Buffer {
-  uint8_t *base, *data;
-  size_t mapped, bytes;
-};
-std::map<uint8_t*, Buffer> buffers;
-std::vector<uint8_t*> withheld;  // until the kernel before has ended
 bool dependency_over = true;
 std::vector<Fiber*> dependents;
-
-size_t round_up(size_t v, size_t to) { return (v + to - 1) / to * to; }
-
-void protect(const Buffer& b, int how) {
-  mprotect(b.base + kPage, b.mapped - 2 * kPage, how);
-}
-
-void release_withheld() {
-  for (uint8_t* p : withheld) protect(buffers.at(p), PROT_READ | PROT_WRITE);
-  withheld.clear();
-  dependency_over = true;
-  for (Fiber* f : dependents) wake(f);
-  dependents.clear();
-}
-
-// --- Scheduler
 
 jmp_buf scheduler;
 sigjmp_buf abandon;
@@ -82,6 +43,13 @@ uint64_t now = 0, sequence = 0;
 size_t turn = 0;
 void (*thread_body)(const void*) = nullptr;
 const void* thread_argument = nullptr;
+
+void end_dependency() {
+  release_withheld();
+  dependency_over = true;
+  for (Fiber* f : dependents) wake(f);
+  dependents.clear();
+}
 
 struct Event {
   uint64_t due, order;
@@ -189,7 +157,7 @@ void run_cluster() {
       if (!events.empty()) {
         run_event();
       } else if (!dependents.empty()) {
-        release_withheld();
+        end_dependency();
       } else {
         deadlock();
       }
@@ -199,7 +167,7 @@ void run_cluster() {
     ++now;
     while (!events.empty() && events.top().due <= now) run_event();
     if (!dependents.empty() && mood.delay == Mood::kSoon && one_in(20)) {
-      release_withheld();
+      end_dependency();
     }
   }
   while (!events.empty()) run_event();
@@ -245,8 +213,8 @@ void set_up(Block& b, const cudaLaunchConfig_t& c) {
   for (auto& w : b.warps) activate(*w);
 }
 
-void draw_mood() {
-  rng.seed(seed * 7919u + launches);
+void draw_mood(unsigned seed) {
+  rng.seed(seed);
   mood.order = Mood::Order(rng() % 3);
   mood.delay = Mood::Delay(rng() % 3);
   mood.copies_at_once = rng() % 2;
@@ -289,19 +257,13 @@ void on_fault(int, siginfo_t* info, void*) {
     signal(SIGSEGV, SIG_DFL);
     return;
   }
-  char where[120] = "";
-  for (auto& [data, b] : buffers) {
-    if (at >= b.base && at < b.base + b.mapped) {
-      snprintf(where, sizeof where, ", byte %td of a buffer of %zu", at - data,
-               b.bytes);
-    }
-  }
+  std::string where = describe(at);
   if (at >= reinterpret_cast<uint8_t*>(windows) &&
       at < reinterpret_cast<uint8_t*>(windows + kMaxCluster * kWindowBytes)) {
-    snprintf(where, sizeof where, ", outside of shared memory");
+    where = "outside of shared memory";
   }
   char text[240];
-  snprintf(text, sizeof text, "faults at %p%s", info->si_addr, where);
+  snprintf(text, sizeof text, "faults at %p, %s", info->si_addr, where.c_str());
   error = (current ? place(*current) + ": " : std::string()) + text;
   siglongjmp(abandon, 1);
 }
@@ -396,51 +358,16 @@ void grid_dependency_wait() {
   wait("griddepcontrol.wait");
 }
 
-cudaError_t allow_shared(const void* kernel, int bytes) {
-  if (bytes > kDevices[device].shared_memory) return cudaErrorInvalidValue;
-  allowed[{kernel, device}] = bytes;
-  return cudaSuccess;
-}
-
-int active_clusters(const cudaLaunchConfig_t& c) {
-  const int blocks = c.dynamicSmemBytes <= 113 << 10 ? 2 : 1;
-  unsigned size = 1;
-  for (unsigned i = 0; i < c.numAttrs; ++i) {
-    if (c.attrs[i].id == cudaLaunchAttributeClusterDimension) {
-      size = c.attrs[i].val.clusterDim.x;
-    }
-  }
-  return kDevices[device].processors * blocks / int(size);
-}
-
-cudaError_t launch(const cudaLaunchConfig_t& c, const void* kernel,
-                   void (*thread)(const void*), const void* argument) {
+std::string run(const cudaLaunchConfig_t& c, unsigned size, bool dependent,
+                unsigned seed, void (*thread)(const void*),
+                const void* argument) {
   prepare();
-  unsigned size = 1;
-  bool dependent = false;
-  for (unsigned i = 0; i < c.numAttrs; ++i) {
-    const auto& a = c.attrs[i];
-    if (a.id == cudaLaunchAttributeClusterDimension) size = a.val.clusterDim.x;
-    dependent |= a.id == cudaLaunchAttributeProgrammaticStreamSerialization;
-  }
-  const unsigned threads = c.blockDim.x * c.blockDim.y * c.blockDim.z;
-  const auto limit = allowed.find({kernel, device});
-  const size_t most = limit == allowed.end() ? 48 << 10 : limit->second;
   error.clear();
-  if (threads < 1 || threads > 1024 || size < 1 || size > kMaxCluster ||
-      c.gridDim.x % size || c.gridDim.x < 1 || c.gridDim.y < 1 ||
-      c.gridDim.z < 1 || c.gridDim.y > 65535 || c.gridDim.z > 65535 ||
-      c.dynamicSmemBytes > most || threads % 32 ||
-      ((size > 1 || dependent) && kDevices[device].capability < 90)) {
-    error = "invalid launch";
-    return cudaErrorInvalidValue;
-  }
   blockDim = c.blockDim;
   gridDim = c.gridDim;
   thread_body = thread;
   thread_argument = argument;
-  ++launches;
-  draw_mood();
+  draw_mood(seed);
   while (!events.empty()) events.pop();
   now = 0;
   current = nullptr;
@@ -449,10 +376,7 @@ cudaError_t launch(const cudaLaunchConfig_t& c, const void* kernel,
   action.sa_flags = SA_SIGINFO | SA_ONSTACK;
   sigaction(SIGSEGV, &action, &before);
   running = true;
-  dependency_over = !dependent || withheld.empty();
-  if (!dependency_over) {
-    for (uint8_t* p : withheld) protect(buffers.at(p), PROT_NONE);
-  }
+  dependency_over = !(dependent && protect_withheld());
   // C++ objects on the fibers' stacks are lost when a launch is abandoned.
   if (!sigsetjmp(abandon, 1)) {
     run_grid(c, size);
@@ -462,90 +386,9 @@ cudaError_t launch(const cudaLaunchConfig_t& c, const void* kernel,
   current = nullptr;
   running = false;
   dependents.clear();
-  release_withheld();
+  end_dependency();
   sigaction(SIGSEGV, &before, nullptr);
-  return error.empty() ? cudaSuccess : cudaErrorLaunchFailure;
+  return error;
 }
 
 }  // namespace emu
-
-// --- Runtime
-
-const char* cudaGetErrorString(cudaError_t) { return emu::error.c_str(); }
-cudaError_t cudaGetLastError() {
-  return emu::error.empty() ? cudaSuccess : cudaErrorLaunchFailure;
-}
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr what,
-                                   int device) {
-  const emu::Device& d = emu::kDevices[device];
-  switch (what) {
-    case cudaDevAttrMultiProcessorCount:
-      *value = d.processors;
-      break;
-    case cudaDevAttrComputeCapabilityMajor:
-      *value = d.capability / 10;
-      break;
-    case cudaDevAttrComputeCapabilityMinor:
-      *value = d.capability % 10;
-      break;
-    default:
-      *value = d.shared_memory;
-  }
-  return cudaSuccess;
-}
-cudaError_t cudaGetDriverEntryPointByVersion(
-    const char*, void** function, unsigned, unsigned long long,
-    cudaDriverEntryPointQueryResult* found) {
-  *function = reinterpret_cast<void*>(&cuTensorMapEncodeTiled);
-  *found = cudaDriverEntryPointSuccess;
-  return cudaSuccess;
-}
-
-// --- For the tests
-
-#pragma GCC visibility push(default)
-extern "C" {
-
-// `bytes` that end where a page without access begins, as far as 16-byte
-// alignment allows; another such page is in front.
-void* emu_alloc(size_t bytes) {
-  using namespace emu;
-  const size_t size = round_up(bytes, 16);
-  Buffer b{};
-  b.mapped = round_up(size + 1, kPage) + 2 * kPage;
-  b.base = static_cast<uint8_t*>(mmap(nullptr, b.mapped, PROT_READ | PROT_WRITE,
-                                      MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-  b.data = b.base + b.mapped - kPage - size;
-  b.bytes = bytes;
-  memset(b.base, kPoison, b.mapped - kPage);
-  mprotect(b.base, kPage, PROT_NONE);
-  mprotect(b.base + b.mapped - kPage, kPage, PROT_NONE);
-  buffers[b.data] = b;
-  return b.data;
-}
-
-// Frees; false where the bytes around the buffer were written.
-bool emu_free(void* data) {
-  using namespace emu;
-  const Buffer b = buffers.at(static_cast<uint8_t*>(data));
-  bool good = true;
-  for (uint8_t* p = b.base + kPage; p < b.base + b.mapped - kPage; ++p) {
-    if ((p < b.data || p >= b.data + b.bytes) && *p != kPoison) good = false;
-  }
-  munmap(b.base, b.mapped);
-  buffers.erase(b.data);
-  return good;
-}
-
-void emu_begin(unsigned seed, int device) {
-  emu::seed = seed;
-  emu::device = device;
-  emu::launches = 0;
-}
-
-// The next launch may touch the buffer only once it has waited for the kernel
-// ahead of it in the stream.
-void emu_withhold(void* data) {
-  emu::withheld.push_back(static_cast<uint8_t*>(data));
-}
-}

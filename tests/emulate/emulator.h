@@ -28,6 +28,7 @@ namespace emu {
 extern uint32_t windows;
 constexpr uint32_t kWindowBytes = 1u << 18;
 constexpr int kMaxCluster = 8;
+constexpr size_t kPage = 4096;
 constexpr uint8_t kPoison = 0xff;  // NaN in every type, -1, an invalid code
 
 struct Block;
@@ -142,6 +143,19 @@ extern Mood mood;
 extern std::mt19937 rng;
 
 inline bool one_in(int n) { return rng() % unsigned(n) == 0; }
+
+inline size_t round_up(size_t v, size_t to) { return (v + to - 1) / to * to; }
+
+// Runs a grid; returns what went wrong, or nothing.
+std::string run(const cudaLaunchConfig_t& config, unsigned cluster_size,
+                bool dependent, unsigned seed, void (*thread)(const void*),
+                const void* argument);
+// Buffers out of reach until the kernel before has ended: whether there are
+// any.
+bool protect_withheld();
+void release_withheld();
+// Where in a buffer an address is.
+std::string describe(const uint8_t* address);
 
 // Stops the running fiber until wake().
 void wait(const char* what);

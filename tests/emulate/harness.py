@@ -3,6 +3,7 @@
 """Products on emulated devices: buffers, arguments, and what the answer should be."""
 
 import ctypes
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,11 @@ H200, HOPPER_3, HOPPER_8, A100, L40S = range(5)
 ROW = 1 << 20  # a block beyond every K: one scale a row
 # By norm against float64; a rounding of the output is 2^-12 or 2^-9 of it at most.
 TOLERANCE = {HALF: 5e-4, BFLOAT16: 3e-3}
+
+# All cases, or a part of them that takes little time and has everything once.
+ALL = os.environ.get("EMULATE") == "all"
+# Another number, other schedules.
+SEEDS = int(os.environ.get("EMULATE_SEED", "0"))
 
 POINTER = ctypes.c_void_p
 
@@ -115,7 +121,7 @@ class Emulator:
 
     def call(self, name: str, *args, seed: int = 0, device: int = H200) -> None:
         """Run `name`; structures go by reference, lists as arrays of int."""
-        self.library.emu_begin(ctypes.c_uint(seed), device)
+        self.library.emu_begin(ctypes.c_uint(seed + 1000 * SEEDS), device)
         function = getattr(self.library, f"emu_{name}")
         function.restype = ctypes.c_char_p
         given = [
@@ -130,6 +136,14 @@ class Emulator:
         if message:
             self.buffers.clear()  # left to the operating system
             raise RuntimeError(message.decode())
+
+
+def some(cases: Sequence, turn: int, always: int = 0) -> list[tuple]:
+    """The numbered cases: all, or the first `always` and the one whose turn it is."""
+    numbered = list(enumerate(cases))
+    if ALL:
+        return numbered
+    return [*numbered[:always], numbered[always + turn % (len(numbered) - always)]]
 
 
 # --- Weights
@@ -221,6 +235,29 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 # --- Calls
 
 
+def gemm_arguments(
+    emulator: Emulator,
+    x: torch.Tensor,
+    w: Weight,
+    bias: torch.Tensor | None = None,
+    device: int = H200,
+) -> GemmArgs:
+    """NaN lies behind each row of x, and in y."""
+    m, k = x.shape
+    ldx = up(k, 8)
+    rows = torch.full((m, ldx), float("nan"), dtype=x.dtype)
+    rows[:, :k] = x
+    a = GemmArgs()
+    a.x, a.ldx, a.dtype = emulator.put(rows), ldx, DTYPE[x.dtype]
+    a.weight, a.scale = emulator.put(w.packed), emulator.put(w.scale)
+    a.scale_dtype = DTYPE[w.scale.dtype]
+    a.zero_point, a.bias = emulator.put(w.zero_point), emulator.put(bias)
+    a.y, a.ldy = emulator.empty((m, w.size_n), x.dtype), w.size_n
+    a.M, a.N, a.K, a.N_pad, a.K_pad = m, w.size_n, k, w.n_pad, w.k_pad
+    a.block_size, a.num_blocks, a.device = w.block_size, w.num_blocks, device
+    return a
+
+
 def gemm(
     emulator: Emulator,
     name: str,
@@ -234,18 +271,7 @@ def gemm(
     extra: Sequence[int] = (),
 ) -> torch.Tensor:
     """Y of a 16-bit product, by the entry `name` of entry.cpp under `choice`."""
-    m, k = x.shape
-    ldx = up(k, 8)
-    rows = torch.full((m, ldx), float("nan"), dtype=x.dtype)
-    rows[:, :k] = x
-    a = GemmArgs()
-    a.x, a.ldx, a.dtype = emulator.put(rows), ldx, DTYPE[x.dtype]
-    a.weight, a.scale = emulator.put(w.packed), emulator.put(w.scale)
-    a.scale_dtype = DTYPE[w.scale.dtype]
-    a.zero_point, a.bias = emulator.put(w.zero_point), emulator.put(bias)
-    a.y, a.ldy = emulator.empty((m, w.size_n), x.dtype), w.size_n
-    a.M, a.N, a.K, a.N_pad, a.K_pad = m, w.size_n, k, w.n_pad, w.k_pad
-    a.block_size, a.num_blocks, a.device = w.block_size, w.num_blocks, device
+    a = gemm_arguments(emulator, x, w, bias, device)
     emulator.withhold(a.x, a.y)
     given = [list(choice)] if choice else []
     emulator.call(name, a, *given, *extra, seed=seed, device=device)

@@ -15,7 +15,7 @@ namespace {
 
 uint32_t poisoned() { return 0xffffffffu; }
 
-float value_of(int kind, uint16_t bits) {
+inline float value_of(int kind, uint16_t bits) {
   return kind == 0 ? half_values[bits] : __uint_as_float(uint32_t(bits) << 16);
 }
 
@@ -29,12 +29,29 @@ const uint8_t* operand(uint64_t descriptor, uint32_t window, int n, int b) {
   return shared(window + (at ^ (at >> 3 & 0x70)), 16, 16);
 }
 
+// sums[row][n] of a[row][k] * b[k][n], so that the compiler takes several n at
+// a time.
+template <typename Value, int kDepth>
+__attribute__((optimize("O3"))) void multiply_tile(
+    const Value (&a)[16][kDepth], const Value (&b)[kDepth][256], int n,
+    Value (&sums)[16][256]) {
+  for (int row = 0; row < 16; ++row) {
+    Value* const to = sums[row];
+    for (int i = 0; i < n; ++i) to[i] = 0;
+    for (int k = 0; k < kDepth; ++k) {
+      const Value factor = a[row][k];
+      const Value* const from = b[k];
+      for (int i = 0; i < n; ++i) to[i] += factor * from[i];
+    }
+  }
+}
+
 // One product of a warp's sixteen rows.
-template <typename Element, typename Value, typename Sum, typename Convert>
+template <typename Element, typename Value, typename Convert>
 void multiply(Fiber* const* lanes, size_t index, Convert convert) {
   const Wgmma& first = lanes[0]->wgmmas[index];
   constexpr int kInWord = 4 / sizeof(Element), kDepth = 8 * kInWord;
-  static Value a[16][kDepth], b[256][kDepth];
+  static Value a[16][kDepth], b[kDepth][256], sums[16][256];
   for (int l = 0; l < 32; ++l) {
     const Wgmma& op = lanes[l]->wgmmas[index];
     for (int r = 0; r < 4; ++r) {
@@ -50,28 +67,28 @@ void multiply(Fiber* const* lanes, size_t index, Convert convert) {
       }
     }
   }
-  const uint32_t window = windows + lanes[0]->block->rank * kWindowBytes;
+  const uint32_t window =
+      windows + uint32_t(lanes[0]->block->rank) * kWindowBytes;
   for (int n = 0; n < first.n; ++n) {
     for (int half = 0; half < 2; ++half) {
       Element row[kDepth / 2];
       memcpy(row, operand(first.descriptor, window, n, half * 16), 16);
       for (int k = 0; k < kDepth / 2; ++k) {
-        b[n][half * kDepth / 2 + k] = convert(row[k]);
+        b[half * kDepth / 2 + k][n] = convert(row[k]);
       }
     }
   }
+  multiply_tile(a, b, first.n, sums);
   for (int l = 0; l < 32; ++l) {
     std::vector<uint32_t>& d =
         lanes[l]->accumulators.at(lanes[l]->wgmmas[index].d).values;
     for (int i = 0; i < first.n / 2; ++i) {
       const int row = l / 4 + i % 4 / 2 * 8, n = i / 4 * 8 + l % 4 * 2 + i % 2;
-      Sum sum = 0;
-      for (int k = 0; k < kDepth; ++k) sum += Sum(a[row][k]) * Sum(b[n][k]);
-      if constexpr (std::is_same_v<Sum, int>) {
+      const Value sum = sums[row][n];
+      if constexpr (std::is_same_v<Value, int>) {
         d[i] = (first.add ? d[i] : 0) + uint32_t(sum);
       } else {
-        if (first.add) sum += Sum(__uint_as_float(d[i]));
-        d[i] = __float_as_uint(float(sum));
+        d[i] = __float_as_uint(first.add ? __uint_as_float(d[i]) + sum : sum);
       }
     }
   }
@@ -95,10 +112,10 @@ void compute(void* const* arguments, unsigned group) {
     }
     if ((first.descriptor >> 62) != 1) fail("wgmma operand is not swizzled");
     if (first.kind == 2) {
-      multiply<int8_t, int8_t, int>(lanes, i, [](int8_t v) { return v; });
+      multiply<int8_t, int>(lanes, i, [](int8_t v) { return int(v); });
     } else {
       const int kind = first.kind;
-      multiply<uint16_t, float, double>(
+      multiply<uint16_t, float>(
           lanes, i, [kind](uint16_t v) { return value_of(kind, v); });
     }
     for (Fiber* f : lanes) f->wgmmas[i].done = true;
