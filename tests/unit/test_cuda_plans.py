@@ -145,12 +145,13 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plans]:
     for i, unit in enumerate(UNITS):
         files.append(folder / f"unit{i}.cpp")
         files[-1].write_text("".join(f'#include "{name}.cu"\n' for name in unit))
-    command = [os.environ.get("CXX") or "g++", "-std=c++20", "-O0", "-fPIC", "-w"]
+    command = [os.environ.get("CXX") or "g++", "-std=c++20", "-fPIC", "-w"]
     command += [f"-I{path}" for path in (folder, HERE, SOURCES)]
 
     def compile_file(path: Path) -> str:
         out = str(folder / path.stem) + ".o"
-        subprocess.run([*command, "-c", str(path), "-o", out], check=True)
+        speed = "-O1" if path.parent == HERE else "-O0"
+        subprocess.run([*command, speed, "-c", str(path), "-o", out], check=True)
         return out
 
     with ThreadPoolExecutor(2) as pool:
@@ -184,7 +185,8 @@ def random_config(r: random.Random) -> tuple[int, int, int]:
 @pytest.mark.parametrize("d", DEVICES, ids=str)
 def test_every_number_of_tokens(plans: Plans, d: Device) -> None:
     """Both tables, M from 1 to beyond their last class, for layers of models."""
-    for m in [*range(1, 34), 47, 48, 49, 63, 64, 65, 96, 97, 128, 1000, 4096]:
+    edges = [1, 2, 3, 4, 8, 9, 16, 17, 32, 33, 48, 64, 65, 96, 97, 1000, 4096]
+    for m in range(1, 101) if d == H200 else edges:
         for i, (n, k) in enumerate(LAYERS):
             types = (m + i) % 2, HALF
             names = plans.gemm(d, TABLE, (m, n, k), 128, types)
@@ -197,7 +199,7 @@ def test_every_number_of_tokens(plans: Plans, d: Device) -> None:
 @pytest.mark.parametrize("d", DEVICES, ids=str)
 def test_random_products(plans: Plans, d: Device, kind: int) -> None:
     r, taken = rng(d, kind), 0
-    for _ in range(250):
+    for _ in range(200):
         taken += bool(
             plans.gemm(
                 d,
@@ -217,7 +219,7 @@ def test_random_products(plans: Plans, d: Device, kind: int) -> None:
 def test_random_quantized_products(plans: Plans, d: Device, kind: int) -> None:
     """With the quantization in front, and parts that end anywhere."""
     r, taken = rng("w2a8", d, kind), 0
-    for _ in range(250):
+    for _ in range(200):
         m, n, k = random_sizes(r)
         m = r.randint(1, 16) if kind == W_INSIDE else m
         ends = sorted(r.randint(0, n) for _ in range(r.choice([0, 0, 1, 2, 4])))
@@ -240,8 +242,8 @@ def test_random_quantized_products(plans: Plans, d: Device, kind: int) -> None:
 def test_few_tokens_and_short_rows(plans: Plans, d: Device) -> None:
     """A cluster shares out stages, of which short rows have few."""
     for k in [*range(128, 2049, 128), 3072, 5000]:
-        for n in [64, 100, 384, 832, 1024, 2048, 2944, 4224]:
-            for m in (1, 8, 9, 16, 17, 32, 33, 64, 65, 1024):
+        for n in [64, 384, 832, 1024, 2944]:
+            for m in (1, 8, 16, 32, 64, 65, 1024):
                 assert plans.gemm(d, HOPPER, (m, n, k), ROW)
                 assert plans.w2a8(d, W_HOPPER, (m, n, k), ROW)
                 assert plans.w2a8(d, W_HOPPER, (m, n, k), 128) or k < 256
