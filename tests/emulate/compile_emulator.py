@@ -27,6 +27,8 @@ ARCHS = (800, 900)
 COMMON = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-w")
 # Device code reads floats as integers; it fuses nothing that it does not say.
 KERNELS = ("-O0", "-fno-strict-aliasing", "-ffp-contract=off")
+# Misaligned vectors and indices beyond an array end in SIGILL.
+KERNELS += ("-fsanitize=alignment,bounds", "-fsanitize-undefined-trap-on-error")
 # longjmp between stacks is what fibers are.
 FIBERS = ("-O2", "-fno-strict-aliasing", "-ffp-contract=off", "-U_FORTIFY_SOURCE")
 

@@ -119,7 +119,7 @@ Warp& pick() {
   for (Warp* w : active) {
     if (w->priority > best->priority) best = w;
   }
-  if (one_in(150)) best->priority = rng();
+  if (one_in(mood.change_one_in)) best->priority = rng();
   return *best;
 }
 
@@ -221,6 +221,7 @@ void draw_mood(unsigned seed) {
   mood.wgmma_at_commit = rng() % 2;
   mood.lane_step = rng() % 2 ? 1 : 31;
   mood.yield_one_in = rng() % 2 ? 16 : 1 << 30;
+  mood.change_one_in = rng() % 2 ? 50 : 2000;
 }
 
 void run_grid(const cudaLaunchConfig_t& c, unsigned size) {
@@ -251,11 +252,14 @@ void run_grid(const cudaLaunchConfig_t& c, unsigned size) {
   }
 }
 
-void on_fault(int, siginfo_t* info, void*) {
+void on_fault(int signal_number, siginfo_t* info, void*) {
   const auto* at = static_cast<const uint8_t*>(info->si_addr);
   if (!running) {
-    signal(SIGSEGV, SIG_DFL);
+    signal(signal_number, SIG_DFL);
     return;
+  }
+  if (signal_number == SIGILL) {
+    fail("misaligned vector, or an index beyond its array");
   }
   std::string where = describe(at);
   if (at >= reinterpret_cast<uint8_t*>(windows) &&
@@ -371,10 +375,11 @@ std::string run(const cudaLaunchConfig_t& c, unsigned size, bool dependent,
   while (!events.empty()) events.pop();
   now = 0;
   current = nullptr;
-  struct sigaction action = {}, before;
+  struct sigaction action = {}, before, before_ill;
   action.sa_sigaction = on_fault;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK;
   sigaction(SIGSEGV, &action, &before);
+  sigaction(SIGILL, &action, &before_ill);
   running = true;
   dependency_over = !(dependent && protect_withheld());
   // C++ objects on the fibers' stacks are lost when a launch is abandoned.
@@ -388,6 +393,7 @@ std::string run(const cudaLaunchConfig_t& c, unsigned size, bool dependent,
   dependents.clear();
   end_dependency();
   sigaction(SIGSEGV, &before, nullptr);
+  sigaction(SIGILL, &before_ill, nullptr);
   return error;
 }
 

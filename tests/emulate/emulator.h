@@ -134,7 +134,7 @@ struct Mood {
   bool copies_at_once;  // cp.async at issue, else when waited for
   bool wgmma_at_commit;
   int lane_step;  // 31: backwards
-  int yield_one_in;
+  int yield_one_in, change_one_in;  // of a priority
 };
 
 extern Fiber* current;

@@ -95,3 +95,26 @@ def test_two_launches_of_one_product(emulators, dtype):
     y = emulator.get(a.y)
     emulator.free()
     assert harness.error(y, harness.expected_gemm(x, w, bias)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("arch, device", DEVICES, ids=NAMES)
+def test_the_smallest_products(emulators, arch, device):
+    emulator = emulators[arch]
+    rng = np.random.default_rng(device)
+    for m, n, k in ((1, 1, 1), (20, 1, 3), (70, 5, 2)):
+        for block in (128, ROW):
+            w = harness.make_weight(rng, n, k, block)
+            w.t[:] = 1  # no token of zeros
+            w.packed = harness.pack(w.t, w.n_pad, w.k_pad)
+            x = harness.tokens(rng, m, k, HALF).abs() + 1
+            y = harness.gemm(emulator, "dispatch_gemm", [], x, w, device=device, seed=m)
+            assert harness.error(y, harness.expected_gemm(x, w)) < TOLERANCE[HALF]
+            a = harness.quantize_arguments(
+                emulator, x, None, 1, w.k_pad, device, w.num_blocks > 1
+            )
+            b = harness.w2a8_arguments(emulator, w, None, [n], m, HALF, device)
+            b.xq, b.xs, b.xsum, b.xsum_tiles = a.xq, a.xs, a.xsum, a.xsum_tiles
+            emulator.call("dispatch_w2a8", a, b, seed=m, device=device)
+            y = emulator.get(b.y)
+            emulator.free()
+            assert harness.error(y, harness.expected_gemm(x, w)) < 1e-2
