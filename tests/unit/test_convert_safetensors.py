@@ -196,12 +196,40 @@ def test_stored_copy_of_a_tied_head_is_dropped(tmp_path, capsys):
     assert "lm_head.weight dropped" in capsys.readouterr().out
 
 
-def test_transposed_weights_are_refused(tmp_path, capsys):
-    config = transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=1, n_head=4)
-    build.save(transformers.GPT2LMHeadModel(config), tmp_path / "in")
+def test_gpt2_is_turned_around(tmp_path):
+    """Its weights are [inputs, outputs], and stay so where they are not converted."""
+    source, dest = tmp_path / "in", tmp_path / "out"
+    config = transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=4)
+    torch.manual_seed(24)
+    build.save(transformers.GPT2LMHeadModel(config), source)
+    left = r".*h\.1\.mlp.c_proj"
+    arguments = ["--quantize", "absmean", "--modules-to-not-convert", left, "--verify"]
+    assert convert(source, dest, *arguments) == 0
+    original, tensors = build.read(source), build.read(dest)
+    turned = [n for n in original if "c_" in n and n.endswith(".weight")]
+    assert len(turned) == 8
+    kept = 0
+    for name in turned:
+        if name in tensors:
+            kept += 1
+            assert torch.equal(tensors[name], original[name])
+            continue
+        t, scale = quantize.quantize_absmean(original[name].t().contiguous(), 128)
+        module = name.removesuffix("weight")
+        packed = tensors[f"{module}packed_ternary_weight"]
+        assert torch.equal(codec.unpack(packed, t.shape[1]), t)
+        assert torch.equal(tensors[f"{module}weight_scale"], scale)
+    assert kept == 1
+
+
+def test_other_transposed_weights_are_refused(tmp_path, capsys):
+    sizes = dict(vocab_size=96, n_positions=32, n_embd=64, n_layer=1, n_head=4)
+    config = transformers.OpenAIGPTConfig(**sizes)
+    build.save(transformers.OpenAIGPTLMHeadModel(config), tmp_path / "in")
     arguments = ["--quantize", "absmean"]
     assert convert(tmp_path / "in", tmp_path / "out", *arguments) == 1
-    assert "type gpt2 store their weights [inputs, outputs]" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "type openai-gpt store their weights [inputs, outputs]" in error
 
 
 def test_mamba_mixers_are_left_alone(tmp_path):

@@ -3,7 +3,7 @@
 """Source: a Hugging Face directory with floating-point safetensors."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,18 @@ def full_weight(tensor: StoredTensor, must_convert: bool = False) -> Weight:
     )
 
 
+def transposed_weight(tensor: StoredTensor) -> Weight:
+    """The weight of a ``Conv1D``, [inputs, outputs] in the file."""
+    size_k, size_n = tensor.shape
+    return replace(
+        full_weight(tensor),
+        size_n=size_n,
+        size_k=size_k,
+        read=lambda: tensor.read().t().contiguous(),
+        transposed=True,
+    )
+
+
 def is_full_weight(tensor: StoredTensor) -> bool:
     floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     return (
@@ -91,7 +103,10 @@ class SafetensorsSource(Source):
         tensors = read_tensors(directory)
         for tensor in tensors.values():
             if is_full_weight(tensor):
-                source.entries.append(full_weight(tensor))
+                module = tensor.name.removesuffix(".weight")
+                turn = names.is_transposed(module, config.get("model_type"))
+                make = transposed_weight if turn else full_weight
+                source.entries.append(make(tensor))
             elif len(tensor.shape) == 3 and names.experts_in_one(tensor.name):
                 source.entries.append(fused_experts(tensor, tensors, config))
             else:

@@ -60,6 +60,8 @@ class Weight:
     """Block size of a native weight."""
     must_convert: bool = False
     """A full-precision master that the model itself quantizes when it runs."""
+    transposed: bool = False
+    """Stored as ``[size_k, size_n]``, and read by vLLM so unless it is ternary."""
 
     @property
     def name(self) -> str:

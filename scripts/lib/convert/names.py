@@ -15,6 +15,9 @@ _NOT_LINEAR = re.compile(r"embed|norm|conv|relative_attention_bias", re.IGNORECA
 TRANSPOSED = {"gpt2", "openai-gpt"}
 """Types of models whose projections are transformers' ``Conv1D``."""
 
+_CONV_1D = re.compile(r"\.(c_attn|c_proj|c_fc)$")
+
+
 # vLLM's first Mamba mixer has no quantized layers.
 _MAMBA_1 = {"mamba": ".mixer.", "falcon_mamba": ".mixer.", "jamba": ".mamba."}
 
@@ -55,6 +58,11 @@ def is_block_linear(module: str) -> bool:
 def vllm_quantizes(module: str, model_type: str | None) -> bool:
     """Whether vLLM's class for this type of model would take the module quantized."""
     return _MAMBA_1.get(model_type or "", "\0") not in module
+
+
+def is_transposed(module: str, model_type: str | None) -> bool:
+    """Whether vLLM's class turns the module's weight around when it loads it."""
+    return model_type == "gpt2" and _CONV_1D.search(module) is not None
 
 
 _ALL_EXPERTS = re.compile(

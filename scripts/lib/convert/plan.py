@@ -56,7 +56,8 @@ class Decision:
         """Tensors written for the weight."""
         w = self.weight
         if self.kind != "ternary":
-            return [TensorSpec(w.name, w.dtype, (w.size_n, w.size_k))]
+            shape = (w.size_k, w.size_n) if w.transposed else (w.size_n, w.size_k)
+            return [TensorSpec(w.name, w.dtype, shape)]
         assert self.block_size is not None
         shape = format.scale_shape((w.size_n,), w.size_k, self.block_size)
         packed = (w.size_n, format.packed_width(w.size_k))
@@ -106,11 +107,13 @@ class Plan:
 def make_plan(source: Source, options: Options, progress: Progress) -> Plan:
     """Reads what must be looked at (every weight that has to be ternary already)
     and decides. Raises ConversionError or TernaryFormatError naming the tensor."""
-    if (model_type := source.config.get("model_type")) in names.TRANSPOSED:
+    model_type = source.config.get("model_type")
+    turned = any(isinstance(e, Weight) and e.transposed for e in source.entries)
+    if model_type in names.TRANSPOSED and not turned:
         raise ConversionError(
             f"{source.path}: models of type {model_type} store their weights "
-            "[inputs, outputs], which the converter does not turn around. Serve this "
-            "one unquantized."
+            "[inputs, outputs], which the converter turns around only for GPT-2 in "
+            "floating-point safetensors. Serve this one unquantized."
         )
     notes = list(source.notes)
     patterns = [*source.not_convert, *options.not_convert]
@@ -161,7 +164,7 @@ def resolve(decision: Decision, options: Options) -> Ternary | torch.Tensor:
             return format.dequantize(
                 value.t, value.scale, value.zero_point, value.block_size, weight.dtype
             )
-        return value
+        return value.t().contiguous() if weight.transposed else value
     if isinstance(value, Ternary):
         value = _merged(value, decision)
         if decision.zero_point_dtype is not None and value.zero_point is None:
