@@ -16,6 +16,10 @@ from safetensors.torch import save_file
 
 from lib.convert.codec import format as codec
 from lib.convert.codec import quantize, schemes
+from lib.convert.errors import ConversionError
+from lib.convert.experts import FusedExperts
+from lib.convert.model import Plain
+from lib.convert.safetensors_io import TensorSpec
 
 SCRIPT = Path(convert_checkpoint.__file__)
 LAYER = "model.layers.0.mlp.experts"
@@ -213,3 +217,10 @@ def test_memory_is_that_of_an_expert(tmp_path):
     (source / "config.json").write_text(json.dumps(config))
     found = peak_memory(SCRIPT, source, tmp_path / "out", "--verify")
     assert found < experts.nbytes // 2
+
+
+def test_other_formats_are_not_split():
+    name = f"{LAYER}.gate_up_proj"
+    entry = Plain(TensorSpec(name, torch.float16, (2, 8, 4)), lambda: torch.zeros(0))
+    with pytest.raises(ConversionError, match="in floating-point safetensors only"):
+        FusedExperts.of(entry).split(LAYER)
