@@ -16,13 +16,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lib.validate.ranks import LayerSpec, load, tensor_parallel
+from vllm.model_executor.layers.quantization.ternary.schemes import Scheme
+from vllm.model_executor.layers.quantization.utils import ternary_format as fmt
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
     record_metadata_for_reloading,
 )
-from vllm.model_executor.layers.quantization.ternary.schemes import Scheme
-from vllm.model_executor.layers.quantization.utils import ternary_format as fmt
 
 DTYPES = [torch.float16, torch.bfloat16]
 MACHETE, MARLIN = "MacheteLinearKernel", "MarlinLinearKernel"
