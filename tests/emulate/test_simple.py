@@ -55,7 +55,9 @@ def test_quantize(emulators, size_k, dtype):
 
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT16])
 @pytest.mark.parametrize("norm_dtype", [None, FLOAT])
-@pytest.mark.parametrize("size_m, size_k", [(5, 515), (3, 9000), (12, 256)])
+@pytest.mark.parametrize(
+    "size_m, size_k", [(5, 515), (3, 9000), (12, 256), (1, 24_700)]
+)
 def test_quantize_with_norm(emulators, size_m, size_k, norm_dtype, dtype):
     """Inputs whose squares add up exactly, in whatever order."""
     emulator, parts = emulators[900], 3
