@@ -173,6 +173,16 @@ void run_cluster() {
   while (!events.empty()) run_event();
 }
 
+// The stack of a thread, above a page without access. Only those in use have
+// one: a process may have no more than some ten thousand mappings.
+uint8_t* stack_of(int thread) {
+  static bool guarded[kMaxThreads];
+  uint8_t* const page = stacks + size_t(thread) * kStackBytes;
+  if (!guarded[thread]) mprotect(page, kPage, PROT_NONE);
+  guarded[thread] = true;
+  return page + kPage;
+}
+
 void set_up(Block& b, const cudaLaunchConfig_t& c) {
   uint8_t* window = reinterpret_cast<uint8_t*>(
       uintptr_t(windows + uint32_t(b.rank) * kWindowBytes));
@@ -201,8 +211,7 @@ void set_up(Block& b, const cudaLaunchConfig_t& c) {
     f->lane = t % 32;
     f->index = {unsigned(t) % c.blockDim.x, unsigned(t) / c.blockDim.x, 0};
     getcontext(&f->first);
-    f->first.uc_stack.ss_sp =
-        stacks + size_t(b.rank * 1024 + t) * kStackBytes + kPage;
+    f->first.uc_stack.ss_sp = stack_of(b.rank * 1024 + t);
     f->first.uc_stack.ss_size = kStackBytes - kPage;
     f->first.uc_link = nullptr;
     makecontext(&f->first, fiber_main, 0);
@@ -277,9 +286,6 @@ void prepare() {
   const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
   stacks = static_cast<uint8_t*>(mmap(nullptr, kMaxThreads * kStackBytes,
                                       PROT_READ | PROT_WRITE, flags, -1, 0));
-  for (int i = 0; i < kMaxThreads; ++i) {
-    mprotect(stacks + i * kStackBytes, kPage, PROT_NONE);
-  }
   // Below 4 GiB; each library of a process finds a place of its own.
   for (uint32_t at = 0x20000000u; at < 0x60000000u; at += 0x1000000u) {
     void* place = reinterpret_cast<void*>(uintptr_t(at));

@@ -133,7 +133,7 @@ struct Mood {
   enum Delay { kSoon, kAnyTime, kLate } delay;  // of asynchronous copies
   bool copies_at_once;  // cp.async at issue, else when waited for
   bool wgmma_at_commit;
-  int lane_step;  // 31: backwards
+  int lane_step;                    // 31: backwards
   int yield_one_in, change_one_in;  // of a priority
 };
 
