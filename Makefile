@@ -22,7 +22,7 @@ HERE_RUN = $(if $(filter cuda,$(HERE)),$(GPU_RUN),$(RUN))
 VERSION := $(shell cat VLLM_VERSION)
 LINTED := scripts tests overlay
 OVERLAY = $(shell cd overlay && find vllm -name '*.py')
-NATIVE = $(shell find csrc scripts/lib -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
+NATIVE = $(shell find csrc scripts/lib tests -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
 
 OPTIONS := $(if $(OFFLINE),--offline)
 SOURCE_OPTION := $(if $(VLLM_SOURCE),--source '$(VLLM_SOURCE)')
