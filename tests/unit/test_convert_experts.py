@@ -10,6 +10,7 @@ import convert_checkpoint
 import fused_experts as fused
 import pytest
 import torch
+import validate_quant_weights
 from fused_experts import BLOCK, EXPERTS, HIDDEN, INNER, KINDS
 from peak_memory import peak_memory
 from safetensors.torch import save_file
@@ -224,3 +225,42 @@ def test_other_formats_are_not_split():
     entry = Plain(TensorSpec(name, torch.float16, (2, 8, 4)), lambda: torch.zeros(0))
     with pytest.raises(ConversionError, match="in floating-point safetensors only"):
         FusedExperts.of(entry).split(LAYER)
+
+
+@pytest.mark.parametrize("model_type, transposed", [("qwen3_moe", 0), ("llama4", 1)])
+def test_the_validator_finds_them_in_the_source(
+    model_type, transposed, tmp_path, capsys
+):
+    """Experts rebuilt from the source equal the converted ones; two experts of the
+    source that change places are found."""
+
+    def status():
+        arguments = [str(tmp_path / "out"), "--reference", str(tmp_path / "in")]
+        code = validate_quant_weights.main([*arguments, "--tp", "1", "--json"])
+        checks = json.loads(capsys.readouterr().out)["checks"]
+        return code, checks["CPU_UNPACK"]
+
+    turn = transpose if transposed else None
+    seed = 53 + transposed
+    tensors = write_tensors(tmp_path / "in", seed, turn, model_type=model_type)
+    assert convert(tmp_path / "in", tmp_path / "out", "--quantize", "absmean") == 0
+    capsys.readouterr()
+    code, check = status()
+    assert (code, check["status"]) == (0, "OK")
+    down = tensors[f"{LAYER}.down_proj"]
+    down[[0, 1]] = down[[1, 0]]
+    save(tmp_path / "in", tensors)
+    code, check = status()
+    assert (code, check["status"]) == (1, "FAIL")
+    named = {f["tensor"].rpartition(".")[0] for f in check["failures"]}
+    assert named == {f"{LAYER}.{expert}.down_proj" for expert in (0, 1)}
+
+
+def write_tensors(folder, seed, turn, **kwargs):
+    """As `write`, turned by `turn`; returns the tensors."""
+    gate_up, down = write(folder, seed, **kwargs)
+    tensors = {f"{LAYER}.gate_up_proj": gate_up, f"{LAYER}.down_proj": down}
+    if turn:
+        turn(tensors)
+        save(folder, tensors)
+    return tensors

@@ -9,6 +9,7 @@ import convert_checkpoint
 import pytest
 import torch
 import transformers
+import validate_quant_weights
 
 from lib.convert.codec import format as codec
 from lib.convert.codec import quantize, schemes
@@ -220,6 +221,8 @@ def test_gpt2_is_turned_around(tmp_path):
         assert torch.equal(codec.unpack(packed, t.shape[1]), t)
         assert torch.equal(tensors[f"{module}weight_scale"], scale)
     assert kept == 1
+    arguments = [str(dest), "--reference", str(source), "--tp", "1"]
+    assert validate_quant_weights.main([*arguments, "--device", "cpu"]) == 0
 
 
 def test_other_transposed_weights_are_refused(tmp_path, capsys):

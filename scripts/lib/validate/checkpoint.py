@@ -4,7 +4,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,9 @@ import torch
 
 from lib.convert import names
 from lib.convert.errors import ConversionError
+from lib.convert.experts import FusedExperts
+from lib.convert.hf_safetensors import SafetensorsSource
+from lib.convert.model import Weight
 from lib.convert.safetensors_io import INDEX_NAME, StoredTensor, read_checkpoint
 
 from . import codec
@@ -125,6 +128,42 @@ class Tensors:
                 f"{tensor.path}: tensor {tensor.name} cannot be read ({e}). Download "
                 "the file again."
             ) from None
+
+
+@dataclass(frozen=True)
+class _Part(StoredTensor):
+    """A weight that the converter makes of a tensor with another shape."""
+
+    make: Callable[[], Any]
+
+    def read(self, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        return self.make()[begin:end].clone()
+
+
+class Reference(Tensors):
+    """A full-precision checkpoint, by the names that its conversion has.
+
+    Args:
+        path: the directory.
+
+    Raises:
+        ValidateError: it is no checkpoint, or a file is missing or cut short.
+
+    """
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        if not (path / "config.json").is_file():
+            return
+        for entry in SafetensorsSource.open(path, read_config(path)).entries:
+            weights: Iterable[Weight] = ()
+            if isinstance(entry, FusedExperts):
+                weights = entry.parts
+            elif isinstance(entry, Weight) and entry.transposed:
+                weights = [entry]
+            for w in weights:
+                shape = (w.size_n, w.size_k)
+                self.stored[w.name] = _Part(w.name, w.dtype, shape, path, 0, w.read)
 
 
 class Checkpoint(Tensors):

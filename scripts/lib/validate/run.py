@@ -18,7 +18,7 @@ from lib.cli import progress
 from lib.memory import collector
 
 from . import check_device, check_unpack
-from .checkpoint import Checkpoint, Module, Tensors, table
+from .checkpoint import Checkpoint, Module, Reference, Tensors, table
 from .difference import Failure
 from .errors import ValidateError
 
@@ -138,7 +138,7 @@ def validate(
         ValidateError: the checks cannot be made at all.
 
     """
-    whole = None if reference is None else Tensors(reference)
+    whole = None if reference is None else Reference(reference)
     checkpoint = Checkpoint(model, whole)
     modules = checkpoint.modules
     ternary = checkpoint.ternary()
