@@ -114,7 +114,7 @@ bench: install-$(HERE)
 	$(HERE_RUN) scripts/bench_kernels.py --device $(HERE) $(ARGS)
 
 clean:
-	rm -rf build/vllm-* build/obj build/cmake-* build/wheel-* build/deps build/stubs dist
+	rm -rf build/vllm-* build/obj build/emulate build/cmake-* build/wheel-* build/deps build/stubs dist
 
 distclean: clean
 	rm -rf build $(VENV) $(VENV)-gpu
