@@ -264,3 +264,53 @@ def write_tensors(folder, seed, turn, **kwargs):
         turn(tensors)
         save(folder, tensors)
     return tensors
+
+
+def _one_expert_twice(tensors):
+    tensors[f"{LAYER}.0.gate_proj.weight"] = torch.ones(INNER, HIDDEN)
+
+
+def _biases(tensors):
+    tensors[f"{LAYER}.gate_up_proj_bias"] = torch.ones(EXPERTS, 2 * INNER)
+
+
+def _no_experts(tensors):
+    for name in tensors:
+        tensors[name] = tensors[name][:0]
+
+
+def _four_dimensions(tensors):
+    for name in tensors:
+        tensors[name] = tensors[name][None]
+
+
+@pytest.mark.parametrize(
+    "turn, arguments, said",
+    [
+        (_one_expert_twice, [], "0.gate_proj.weight: is there on its own and in one"),
+        (_biases, [], "it has a bias, model.layers.0.mlp.experts.gate_up_proj_bias"),
+        (_no_experts, [], "that is not what vLLM's class"),
+        (_four_dimensions, [], "that is not what vLLM's class"),
+        (
+            None,
+            ["--modules-to-not-convert", "down_proj"],
+            "Leave all experts as they are with --modules-to-not-convert mlp.experts",
+        ),
+    ],
+    ids=["twice", "bias", "none", "4-D", "down_proj"],
+)
+def test_what_cannot_be_split(turn, arguments, said, tmp_path, capsys):
+    write_tensors(tmp_path / "in", 55, turn)
+    arguments = ["--quantize", "absmean", *arguments]
+    assert convert(tmp_path / "in", tmp_path / "out", *arguments) == 1
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "change, status", [({"text_config": "x"}, 0), ({"model_type": ["x"]}, 1)]
+)
+def test_a_config_that_makes_no_sense(change, status, tmp_path, capsys):
+    write(tmp_path / "in", 56, **change)
+    arguments = ["--quantize", "absmean"]
+    assert convert(tmp_path / "in", tmp_path / "out", *arguments) == status

@@ -98,7 +98,8 @@ def fused_experts(
     """What a tensor with all experts of a layer consists of, by the type of model and
     the sizes in its config; `tensors` are those of the checkpoint."""
     entry = FusedExperts(tensor.spec, tensor.read, NAMES[tensor.dtype], tensor.nbytes)
-    text = config.get("text_config") or config
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config
     model_type = str(text.get("model_type", config.get("model_type")))
     if reason := _REFUSED.get(model_type):
         problem = f"in models of type {model_type} {reason}"
@@ -135,6 +136,10 @@ def _parts(
         raise _Unknown(f"hidden_size in config.json is {hidden}")
     if tensor.dtype not in _FLOATS:
         raise _Unknown(f"its dtype is {NAMES[tensor.dtype]}")
+    stem = tensor.name.removesuffix(".weight")
+    for bias in (f"{stem}_bias", f"{stem}.bias"):
+        if bias in tensors:
+            raise _Unknown(f"it has a bias, {bias}")
     orders = [family in _TRANSPOSED]
     if family in _EITHER:
         orders.append(not orders[0])
@@ -178,7 +183,7 @@ def _fits(
 ) -> bool:
     """Whether both shapes are possible. Of the two orders at most one is: both would
     need H = 2 I and H = I."""
-    if len(gate_up.shape) != 3 or len(down.shape) != 3:
+    if len(gate_up.shape) != 3 or len(down.shape) != 3 or 0 in down.shape:
         return False
     experts, rows, columns = gate_up.shape
     if transposed:

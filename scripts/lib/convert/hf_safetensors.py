@@ -107,7 +107,7 @@ class SafetensorsSource(Source):
                 turn = names.is_transposed(module, config.get("model_type"))
                 make = transposed_weight if turn else full_weight
                 source.entries.append(make(tensor))
-            elif len(tensor.shape) == 3 and names.experts_in_one(tensor.name):
+            elif len(tensor.shape) >= 3 and names.experts_in_one(tensor.name):
                 source.entries.append(fused_experts(tensor, tensors, config))
             else:
                 source.entries.append(plain(tensor))

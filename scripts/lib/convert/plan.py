@@ -107,7 +107,7 @@ class Plan:
 def make_plan(source: Source, options: Options, progress: Progress) -> Plan:
     """Reads what must be looked at (every weight that has to be ternary already)
     and decides. Raises ConversionError or TernaryFormatError naming the tensor."""
-    model_type = source.config.get("model_type")
+    model_type = str(source.config.get("model_type"))
     turned = any(isinstance(e, Weight) and e.transposed for e in source.entries)
     if model_type in names.TRANSPOSED and not turned:
         raise ConversionError(
@@ -119,6 +119,7 @@ def make_plan(source: Source, options: Options, progress: Progress) -> Plan:
     patterns = [*source.not_convert, *options.not_convert]
     stored = _drop_tied_head(source, notes)
     entries, experts = _split_experts(stored, patterns, notes)
+    _refuse_twice(entries)
     modules = {_module_of(e) for e in entries} | experts
     unused = [
         p
@@ -275,6 +276,18 @@ def _merged(value: Ternary, decision: Decision) -> Ternary:
     return Ternary(value.t, merge(value.scale), merge(value.zero_point), new)
 
 
+def _refuse_twice(entries: list[Plain | Weight]) -> None:
+    """Raises ConversionError for a weight that the source has in two forms."""
+    seen: set[str] = set()
+    for entry in entries:
+        if entry.name in seen:
+            raise ConversionError(
+                f"{entry.name}: is there on its own and in one tensor with all "
+                "experts. Remove the form that does not belong to the checkpoint."
+            )
+        seen.add(entry.name)
+
+
 def _settle_groups(
     steps: list[Plain | Decision], options: Options
 ) -> list[Plain | Decision]:
@@ -304,11 +317,14 @@ def _settle_groups(
         first = final[0]
         for other in final[1:]:
             if first.settings != other.settings:
+                remedy = "List both in --modules-to-not-convert, or convert both."
+                if group.endswith(".experts"):
+                    pattern = f"--modules-to-not-convert {names.suffix(group)}"
+                    remedy = f"Leave all experts as they are with {pattern}, or none."
                 raise ConversionError(
                     f"{first.weight.module} ({_words(first)}) and "
                     f"{other.weight.module} ({_words(other)}) are one layer ({group}) "
-                    "in vLLM and must be stored alike. List both in "
-                    "--modules-to-not-convert, or convert both."
+                    f"in vLLM and must be stored alike. {remedy}"
                 )
     return [
         changed.get(s.weight.module, s) if isinstance(s, Decision) else s for s in steps
@@ -336,7 +352,7 @@ def _split_experts(
     left: set[str] = set()
     tensors = 0
     for entry in entries:
-        three = isinstance(entry, Plain) and len(entry.spec.shape) == 3
+        three = isinstance(entry, Plain) and len(entry.spec.shape) >= 3
         module = names.experts_in_one(entry.name) if three else None
         if module is None:
             result.append(entry)

@@ -155,7 +155,11 @@ class Reference(Tensors):
         super().__init__(path)
         if not (path / "config.json").is_file():
             return
-        for entry in SafetensorsSource.open(path, read_config(path)).entries:
+        try:
+            source = SafetensorsSource.open(path, read_config(path))
+        except ConversionError as e:
+            raise ValidateError(str(e)) from None
+        for entry in source.entries:
             weights: Iterable[Weight] = ()
             if isinstance(entry, FusedExperts):
                 weights = entry.parts
