@@ -78,7 +78,9 @@ def _compile(path: Path, arch: int) -> Path:
     first = ["-include", str(HERE / "ptx.h")] if path.suffix == ".cu" else []
     text = _run([*command, *includes, *first, "-E", "-x", "c++", str(path)])
     if path.suffix == ".cu":
-        text = translate(text, CSRC).replace(str(CSRC), CSRC.name)
+        text = translate(text, CSRC)
+    # Folders that only say where the project lies make no difference.
+    text = text.replace(str(PROJECT), PROJECT.name)
     key = hashlib.sha256("\0".join([cxx.version, *command, text]).encode()).hexdigest()
     target = OBJECTS / f"{path.stem}-{key[:20]}.o"
     if not target.exists():

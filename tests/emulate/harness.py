@@ -20,7 +20,7 @@ ROW = 1 << 20  # a block beyond every K: one scale a row
 # By norm against float64; a rounding of the output is 2^-12 or 2^-9 of it at most.
 TOLERANCE = {HALF: 5e-4, BFLOAT16: 3e-3}
 
-# All cases, or a part of them that takes little time and has everything once.
+# All cases, or a part of them that takes little time and enters every Hopper kernel.
 ALL = os.environ.get("EMULATE") == "all"
 # Another number, other schedules.
 SEEDS = int(os.environ.get("EMULATE_SEED", "0"))

@@ -26,8 +26,9 @@ SHARED = re.compile(
 def translate(text: str, csrc: Path) -> str:
     """Only what comes from files below `csrc` is changed."""
     out = []
+    numbers = itertools.count()  # of this text, which then is always the same
     for is_ours, part in _parts(text, csrc):
-        out.append(_translate_part(part) if is_ours else part)
+        out.append(_translate_part(part, numbers) if is_ours else part)
     return "".join(out)
 
 
@@ -42,15 +43,12 @@ def _parts(text: str, csrc: Path) -> Iterator[tuple[bool, str]]:
     yield is_ours, text[begin:]
 
 
-_number = itertools.count()
-
-
-def _translate_part(text: str) -> str:
+def _translate_part(text: str, numbers: Iterator[int]) -> str:
     out, at = [], 0
     while match := ASM.search(text, at):
         end = _closing(text, match.end() - 1)
         statement = text[match.start() : end]
-        code = _asm(text[match.end() : end - 1])
+        code = _asm(text[match.end() : end - 1], next(numbers))
         out += [text[at : match.start()], code, "\n" * statement.count("\n")]
         at = end
     text = "".join(out) + text[at:]
@@ -102,7 +100,7 @@ def _split(text: str, separator: str) -> list[str]:
     return [*parts, text[begin:].strip()]
 
 
-def _asm(body: str) -> str:
+def _asm(body: str, number: int) -> str:
     """One asm statement: template, outputs, inputs, clobbers."""
     body = re.sub(r"^#.*$", "", body, flags=re.M)
     template, *lists = _split(body, ":")
@@ -111,7 +109,7 @@ def _asm(body: str) -> str:
     for entry in itertools.chain(*(_split(part, ",") for part in lists[:2])):
         if entry:
             operands.append("(" + entry.partition("(")[2].rpartition(")")[0] + ")")
-    return "{ " + " ".join(_statements(ptx, operands, next(_number))) + " }"
+    return "{ " + " ".join(_statements(ptx, operands, number)) + " }"
 
 
 def _statements(ptx: str, operands: list[str], number: int) -> Iterator[str]:
