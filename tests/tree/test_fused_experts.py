@@ -15,6 +15,7 @@ from load_models import load_all
 
 RANKS = {
     "llama4": [(0, 1), (0, 2), (1, 2)],
+    "granitemoe": [(0, 2)],
     "granitemoehybrid": [(1, 2)],
     "gemma4": [(0, 1)],
     "qwen3": [(1, 2)],

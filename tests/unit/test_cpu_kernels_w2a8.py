@@ -74,6 +74,17 @@ def test_sums_of_bands_of_rows_are_exact(size_n, size_k):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_of_large_outputs_are_exact(dtype):
+    """8 MiB and more, which ask for large pages."""
+    size_m, size_n, size_k = 2500 * 4 // dtype.itemsize, 1101, 200
+    weight = cpu_ops.random_weight(size_n, size_k, size_k, seed=dtype.itemsize)
+    weight.scale.fill_(1)
+    x = _integers(size_m, size_k, size_m)
+    exact = x.float() @ weight.ternary.float().T  # below 2^24
+    assert torch.equal(_gemm(None, x.to(dtype), weight), exact.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size_k", [40, 64, 200, 1088])
 def test_quantization_is_the_same_on_every_isa(dtype, size_k):
     """Rows of whole vectors, and of parts of them."""

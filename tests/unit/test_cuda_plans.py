@@ -11,7 +11,6 @@ types. No kernel runs.
 
 import ctypes
 import json
-import os
 import random
 import re
 import subprocess
@@ -24,6 +23,7 @@ from typing import NamedTuple
 import pytest
 
 from lib.bench import tune
+from lib.toolchain import find_cxx
 
 SOURCES = Path(__file__).parents[2] / "csrc/quantization/ternary"
 HERE = Path(__file__).parent / "cuda_plans"
@@ -145,7 +145,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plans]:
     for i, unit in enumerate(UNITS):
         files.append(folder / f"unit{i}.cpp")
         files[-1].write_text("".join(f'#include "{name}.cu"\n' for name in unit))
-    command = [os.environ.get("CXX") or "g++", "-std=c++20", "-fPIC", "-w"]
+    command = [find_cxx().path, "-std=c++20", "-fPIC", "-w"]
     command += [f"-I{path}" for path in (folder, HERE, SOURCES)]
 
     def compile_file(path: Path) -> str:
