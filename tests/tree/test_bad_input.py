@@ -140,6 +140,7 @@ def test_value_in_a_part_of_a_fused_layer() -> None:
 
 def test_reserved_codes(caplog: pytest.LogCaptureFixture) -> None:
     """Code 3 reads as 0, counted in one warning a tensor; or is refused."""
+    caplog.set_level("WARNING", "vllm")
     tensors = good_tensors(seed=7)
     tensors["packed_ternary_weight"][2, 10] = 0b11_00_11_01
     tensors["packed_ternary_weight"][7, 0] = 0b00_00_11_00
@@ -157,6 +158,7 @@ def test_reserved_codes(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("block_size", [128, "row"])
 def test_reserved_codes_of_a_cut(block_size, caplog: pytest.LogCaptureFixture) -> None:
     """Every rank counts its own, also where its first weight is inside a byte."""
+    caplog.set_level("WARNING", "vllm")
     size_k = 270  # 135 for each of two ranks
     packed = torch.zeros(N, 68, dtype=torch.uint8)
     packed[1, 0] = 0b00_00_00_11  # weight 0

@@ -14,6 +14,7 @@ import validate_quant_weights
 from lib.convert.codec import format as codec
 from lib.convert.codec import quantize, schemes
 from lib.convert.names import fused_group, is_block_linear
+from lib.validate import run
 
 
 def convert(source, dest, *arguments):
@@ -197,7 +198,7 @@ def test_stored_copy_of_a_tied_head_is_dropped(tmp_path, capsys):
     assert "lm_head.weight dropped" in capsys.readouterr().out
 
 
-def test_gpt2_is_turned_around(tmp_path):
+def test_gpt2_is_turned_around(tmp_path, monkeypatch):
     """Its weights are [inputs, outputs], and stay so where they are not converted."""
     source, dest = tmp_path / "in", tmp_path / "out"
     config = transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=4)
@@ -221,6 +222,7 @@ def test_gpt2_is_turned_around(tmp_path):
         assert torch.equal(codec.unpack(packed, t.shape[1]), t)
         assert torch.equal(tensors[f"{module}weight_scale"], scale)
     assert kept == 1
+    monkeypatch.setattr(run, "import_shards", lambda: "not in this test")
     arguments = [str(dest), "--reference", str(source), "--tp", "1"]
     assert validate_quant_weights.main([*arguments, "--device", "cpu"]) == 0
 
