@@ -235,6 +235,14 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 # --- Calls
 
 
+def put_rows(emulator: Emulator, x: torch.Tensor) -> tuple[int, int, int]:
+    """x, ldx and dtype of the arguments, with NaN behind each row."""
+    m, k = x.shape
+    rows = torch.full((m, up(k, 8)), float("nan"), dtype=x.dtype)
+    rows[:, :k] = x
+    return emulator.put(rows), up(k, 8), DTYPE[x.dtype]
+
+
 def gemm_arguments(
     emulator: Emulator,
     x: torch.Tensor,
@@ -244,11 +252,8 @@ def gemm_arguments(
 ) -> GemmArgs:
     """NaN lies behind each row of x, and in y."""
     m, k = x.shape
-    ldx = up(k, 8)
-    rows = torch.full((m, ldx), float("nan"), dtype=x.dtype)
-    rows[:, :k] = x
     a = GemmArgs()
-    a.x, a.ldx, a.dtype = emulator.put(rows), ldx, DTYPE[x.dtype]
+    a.x, a.ldx, a.dtype = put_rows(emulator, x)
     a.weight, a.scale = emulator.put(w.packed), emulator.put(w.scale)
     a.scale_dtype = DTYPE[w.scale.dtype]
     a.zero_point, a.bias = emulator.put(w.zero_point), emulator.put(bias)
@@ -341,11 +346,8 @@ def quantize_arguments(
 ) -> QuantArgs:
     """Arguments of quantize_tokens, with fresh outputs."""
     m, k = x.shape
-    ldx = up(k, 8)
-    rows = torch.full((m, ldx), float("nan"), dtype=x.dtype)
-    rows[:, :k] = x
     q = QuantArgs()
-    q.x, q.ldx, q.dtype = emulator.put(rows), ldx, DTYPE[x.dtype]
+    q.x, q.ldx, q.dtype = put_rows(emulator, x)
     q.norm_weight = emulator.put(norm)
     q.norm_dtype = DTYPE[norm.dtype if norm is not None else x.dtype]
     q.eps = 1e-6

@@ -10,7 +10,7 @@ gate.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from . import names
 from .errors import ConversionError
 from .model import Plain, Weight
-from .safetensors_io import NAMES, StoredTensor
+from .safetensors_io import FLOATS, NAMES, StoredTensor
 
 # [E, 2 I, H] and [E, H, I].
 _ROWS = {
@@ -56,7 +56,6 @@ _NAME = re.compile(
     r"(?P<experts>experts)\.(?:(?P<gate_up>gate_up_proj|fc1)|down_proj|fc2)(?:\.weight)?"
     r"|(?:(?P<granite>input_linear)|output_linear)\.weight)"
 )
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ def _parts(
         raise _Unknown(f"there is no {_partner(tensor.name)}")
     if not isinstance(hidden, int):
         raise _Unknown(f"hidden_size in config.json is {hidden}")
-    if tensor.dtype not in _FLOATS:
+    if tensor.dtype not in FLOATS:
         raise _Unknown(f"its dtype is {NAMES[tensor.dtype]}")
     stem = tensor.name.removesuffix(".weight")
     for bias in (f"{stem}_bias", f"{stem}.bias"):
@@ -204,13 +203,14 @@ def _weight(
     _, size_n, size_k = tensor.shape
     size = size_n * size_k * tensor.dtype.itemsize
     whole = replace(tensor, shape=(size_n, size_k), begin=tensor.begin + expert * size)
+    read: Callable[[], torch.Tensor]
     if transposed:
         size_n, size_k = size_k // count, size_n
         read = partial(_read_transposed, whole, index * size_n, size_n)
     else:
         size_n //= count
         begin = whole.begin + index * size // count
-        read = partial(replace(whole, shape=(size_n, size_k), begin=begin).read)
+        read = replace(whole, shape=(size_n, size_k), begin=begin).read
     return Weight(
         module=module,
         size_n=size_n,

@@ -3,17 +3,16 @@
 """Source: a Hugging Face directory with floating-point safetensors."""
 
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from . import names
 from .errors import ConversionError
 from .experts import fused_experts
 from .model import Plain, Source, Weight, files_to_carry
-from .safetensors_io import NAMES, StoredTensor, read_checkpoint
+from .safetensors_io import FLOATS, NAMES, StoredTensor, read_checkpoint
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -81,12 +80,26 @@ def transposed_weight(tensor: StoredTensor) -> Weight:
 
 
 def is_full_weight(tensor: StoredTensor) -> bool:
-    floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     return (
         tensor.name.endswith(".weight")
         and len(tensor.shape) == 2
-        and tensor.dtype in floats
+        and tensor.dtype in FLOATS
     )
+
+
+def entries_of(
+    tensors: Mapping[str, StoredTensor], config: dict[str, Any]
+) -> Iterator[Plain | Weight]:
+    """What the tensors of a checkpoint are, by their names and the type of model."""
+    for tensor in tensors.values():
+        if is_full_weight(tensor):
+            module = tensor.name.removesuffix(".weight")
+            turn = names.is_transposed(module, config.get("model_type"))
+            yield transposed_weight(tensor) if turn else full_weight(tensor)
+        elif len(tensor.shape) >= 3 and names.experts_in_one(tensor.name):
+            yield fused_experts(tensor, tensors, config)
+        else:
+            yield plain(tensor)
 
 
 @dataclass
@@ -99,19 +112,8 @@ class SafetensorsSource(Source):
 
     @classmethod
     def open(cls, directory: Path, config: dict[str, Any]) -> "SafetensorsSource":
-        source = cls(directory, config)
-        tensors = read_tensors(directory)
-        for tensor in tensors.values():
-            if is_full_weight(tensor):
-                module = tensor.name.removesuffix(".weight")
-                turn = names.is_transposed(module, config.get("model_type"))
-                make = transposed_weight if turn else full_weight
-                source.entries.append(make(tensor))
-            elif len(tensor.shape) >= 3 and names.experts_in_one(tensor.name):
-                source.entries.append(fused_experts(tensor, tensors, config))
-            else:
-                source.entries.append(plain(tensor))
-        return source
+        entries = entries_of(read_tensors(directory), config)
+        return cls(directory, config, list(entries))
 
     def files(self) -> list[Path]:
         return files_to_carry(self.path)

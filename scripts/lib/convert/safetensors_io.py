@@ -40,6 +40,8 @@ DTYPES = {
     "F64": torch.float64,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# Of weights that can be converted.
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)

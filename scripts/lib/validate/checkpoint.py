@@ -15,7 +15,7 @@ import torch
 from lib.convert import names
 from lib.convert.errors import ConversionError
 from lib.convert.experts import FusedExperts
-from lib.convert.hf_safetensors import SafetensorsSource
+from lib.convert.hf_safetensors import entries_of
 from lib.convert.model import Weight
 from lib.convert.safetensors_io import INDEX_NAME, StoredTensor, read_checkpoint
 
@@ -155,11 +155,7 @@ class Reference(Tensors):
         super().__init__(path)
         if not (path / "config.json").is_file():
             return
-        try:
-            source = SafetensorsSource.open(path, read_config(path))
-        except ConversionError as e:
-            raise ValidateError(str(e)) from None
-        for entry in source.entries:
+        for entry in list(entries_of(self.stored, read_config(path))):
             weights: Iterable[Weight] = ()
             if isinstance(entry, FusedExperts):
                 weights = entry.parts
