@@ -219,6 +219,10 @@ void check_all(const Sizes& s) {
   rows.finish(s.N_pad);
 }
 
+// A naive kernel was called.
+struct NaiveDone : std::exception {};
+
+// `call` is false where the kernel asked for does not take the product.
 template <typename Call>
 const char* run(const Sizes& s, Call call) {
   launches.clear();
@@ -227,10 +231,29 @@ const char* run(const Sizes& s, Call call) {
     if (!call()) return "unsupported";
     check_all(s);
     return "";
+  } catch (const NaiveDone&) {
+    return "unsupported";
   } catch (const std::exception& e) {
     message = e.what();
     return message.c_str();
   }
+}
+
+// What arguments of both kinds of product have.
+template <typename Args>
+void set_product(Args& a, const Sizes& s, int scale_dtype) {
+  a.weight = reinterpret_cast<const int32_t*>(s.weight);
+  a.scale = s.scale;
+  a.scale_dtype = DType(scale_dtype);
+  a.y = const_cast<char*>(s.y);
+  a.M = s.M;
+  a.N = s.N;
+  a.K = s.K;
+  a.N_pad = s.N_pad;
+  a.K_pad = s.K_pad;
+  a.block_size = s.block;
+  a.num_blocks = s.num_blocks;
+  a.device = current;
 }
 
 void naive(const char* name) { names += std::string(name) + "\n"; }
@@ -239,7 +262,6 @@ void naive(const char* name) { names += std::string(name) + "\n"; }
 
 namespace vllm::ternary {
 // The naive kernels, which walk any sizes.
-struct NaiveDone : std::exception {};
 void reference_gemm(const GemmArgs&) {
   naive("reference_gemm");
   throw NaiveDone();
@@ -271,36 +293,21 @@ const char* check_gemm(int device, int kind, int M, int N, int K, int block,
   a.x = s.x;
   a.ldx = s.ldx;
   a.dtype = DType(dtype);
-  a.weight = reinterpret_cast<const int32_t*>(s.weight);
-  a.scale = s.scale;
-  a.scale_dtype = DType(scale_dtype);
   a.zero_point = zero_point ? reinterpret_cast<const float*>(kOther) : nullptr;
   a.bias = M % 2 ? kOther : nullptr;
-  a.y = const_cast<char*>(s.y);
   a.ldy = N;
-  a.M = M;
-  a.N = N;
-  a.K = K;
-  a.N_pad = s.N_pad;
-  a.K_pad = s.K_pad;
-  a.block_size = s.block;
-  a.num_blocks = s.num_blocks;
-  a.device = device;
+  set_product(a, s, scale_dtype);
   return run(s, [&] {
     const MmaConfig config{variant, groups, split};
-    try {
-      if (kind == 0) {
-        dispatch_gemm(a);
-      } else if (kind == 1 && mma_supported(a)) {
-        mma_gemm(a, config);
-      } else if (kind == 2 && mma_s8_supported(a)) {
-        mma_s8_gemm(a, config);
-      } else if (kind == 3 && sm90_gemm_supported(a)) {
-        sm90_gemm(a);
-      } else {
-        return false;
-      }
-    } catch (const NaiveDone&) {
+    if (kind == 0) {
+      dispatch_gemm(a);
+    } else if (kind == 1 && mma_supported(a)) {
+      mma_gemm(a, config);
+    } else if (kind == 2 && mma_s8_supported(a)) {
+      mma_s8_gemm(a, config);
+    } else if (kind == 3 && sm90_gemm_supported(a)) {
+      sm90_gemm(a);
+    } else {
       return false;
     }
     return true;
@@ -336,37 +343,22 @@ const char* check_w2a8(int device, int kind, int M, int N, int K, int block,
   a.xs = q.xs;
   a.xsum = q.xsum;
   a.xsum_tiles = q.xsum_tiles;
-  a.weight = reinterpret_cast<const int32_t*>(s.weight);
-  a.scale = s.scale;
-  a.scale_dtype = DType(scale_dtype);
   a.part_ends = parts > 1 ? ends : nullptr;
-  a.y = const_cast<char*>(s.y);
   a.dtype = q.dtype;
   a.parts = parts;
-  a.M = M;
-  a.N = N;
-  a.K = K;
-  a.N_pad = s.N_pad;
-  a.K_pad = s.K_pad;
-  a.block_size = s.block;
-  a.num_blocks = s.num_blocks;
-  a.device = device;
+  set_product(a, s, scale_dtype);
   s.x = kOther;
   return run(s, [&] {
     const MmaConfig config{variant, groups, split};
-    try {
-      if (kind == 0) {
-        dispatch_w2a8(q, a);
-      } else if (kind == 1 && mma_s8_supported(a)) {
-        mma_s8_gemm(a, config);
-      } else if (kind == 2 && mma_s8_quantizes(q, a)) {
-        mma_s8_gemm(a, config, &q);
-      } else if (kind == 3 && sm90_w2a8_supported(a)) {
-        sm90_w2a8(a);
-      } else {
-        return false;
-      }
-    } catch (const NaiveDone&) {
+    if (kind == 0) {
+      dispatch_w2a8(q, a);
+    } else if (kind == 1 && mma_s8_supported(a)) {
+      mma_s8_gemm(a, config);
+    } else if (kind == 2 && mma_s8_quantizes(q, a)) {
+      mma_s8_gemm(a, config, &q);
+    } else if (kind == 3 && sm90_w2a8_supported(a)) {
+      sm90_w2a8(a);
+    } else {
       return false;
     }
     return true;
