@@ -2,8 +2,6 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // Entry of the Hopper prefill kernels: what they take, and the launch.
-#include <mutex>
-
 #include "device_info.h"
 #include "sm90_prefill_few_launch.cuh"
 #include "sm90_prefill_launch.cuh"
@@ -22,14 +20,9 @@ struct Device {
 // How many blocks of the largest kind a device runs at one time, alone and in
 // clusters (which cannot use every multiprocessor). Asked once per device.
 const Device& device_of(int index) {
-  static Device devices[kMaxDevices];
-  static bool known[kMaxDevices];
-  static std::mutex mutex;  // std::call_once would need glibc 2.34
-  const int processors = device_info(index).processors;  // checks the index
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (!known[index]) {
+  return kept_per_device<Device>(index, [index] {
     Device d;
-    d.processors = processors;
+    d.processors = device_info(index).processors;
     d.slots.clusters[0] = d.processors;
     for (int s = 1; s < 4; ++s) d.slots.clusters[s] = max_clusters(kSplits[s]);
     for (int blocks = 1; blocks <= 2; ++blocks) {
@@ -37,10 +30,8 @@ const Device& device_of(int index) {
         d.few_slots.clusters[blocks - 1][s] = few_max_clusters(blocks, s);
       }
     }
-    devices[index] = d;
-    known[index] = true;
-  }
-  return devices[index];
+    return d;
+  });
 }
 
 void run(const PrefillArgs& a, const Plan& plan, Rows rows, Chain chain,

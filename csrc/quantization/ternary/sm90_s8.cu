@@ -7,7 +7,6 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <mutex>
 
 #include "device_info.h"
 #include "sm90_s8_launch.cuh"
@@ -20,19 +19,12 @@ using namespace s8;
 // How many blocks a device runs at one time, alone and in clusters (which
 // cannot use every multiprocessor). Asked once per device.
 const Slots& slots_of(int index) {
-  static Slots devices[kMaxDevices];
-  static bool known[kMaxDevices];
-  static std::mutex mutex;  // std::call_once would need glibc 2.34
-  const int processors = device_info(index).processors;  // checks the index
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (!known[index]) {
+  return kept_per_device<Slots>(index, [index] {
     Slots slots{};
-    slots.clusters[0] = processors;
+    slots.clusters[0] = device_info(index).processors;
     for (int s = 1; s < 4; ++s) slots.clusters[s] = max_clusters(kSplits[s]);
-    devices[index] = slots;
-    known[index] = true;
-  }
-  return devices[index];
+    return slots;
+  });
 }
 
 }  // namespace
