@@ -90,8 +90,8 @@ const char* emu_mma_s8_digits(const GemmArgs* a, const int* cut) {
 const char* emu_mma_s8(const W2A8Args* a, const int* cut, const QuantArgs* q) {
   return guarded([&] { mma_s8_gemm(*a, {cut[0], cut[1], cut[2]}, q); });
 }
-const char* emu_moe(const MoeGemmArgs* a) {
-  return guarded([&] { moe_gemm(*a); });
+const char* emu_moe(const MoeGemmArgs* a, int most) {
+  return guarded([&] { moe_gemm(*a, most); });
 }
 const char* emu_dispatch_gemm(const GemmArgs* a) {
   return guarded([&] { dispatch_gemm(*a); });

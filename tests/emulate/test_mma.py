@@ -177,7 +177,12 @@ def test_experts(emulators, zero, dtype):
     emulator = emulators[800]
     rng = np.random.default_rng(9)
     routes, top_k, n, k = 26, 2, 75, 300
-    for block, scale_dtype in ((128, HALF), (48, FLOAT), (ROW, BFLOAT16)):
+    # Blocks of routes of a launch: more than there are, as many, and fewer.
+    for block, scale_dtype, most in (
+        (128, HALF, 65535),
+        (48, FLOAT, 5),
+        (ROW, BFLOAT16, 2),
+    ):
         experts = [
             harness.make_weight(rng, n, k, block, scale_dtype, zero) for _ in range(3)
         ]
@@ -210,7 +215,7 @@ def test_experts(emulators, zero, dtype):
         first = experts[0]
         a.N, a.K, a.N_pad, a.K_pad = n, k, first.n_pad, first.k_pad
         a.block_size, a.num_blocks = block, first.num_blocks
-        emulator.call("moe", a, seed=block)
+        emulator.call("moe", a, most, seed=block)
         y = emulator.get(a.y)
         emulator.free()
         for routes_of, e in zip(blocks, owner):

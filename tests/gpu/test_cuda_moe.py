@@ -140,6 +140,25 @@ def test_everything_at_once() -> None:
     check(40, 3, 6, 150, 270, 96, torch.bfloat16, True, True, True, absent=True)
 
 
+def test_more_blocks_than_a_launch_takes() -> None:
+    routes = (65535 + 2) * BLOCK
+    w = random_weight(64, 128)
+    x = torch.randn(routes, 128, device="cuda", dtype=torch.float16)
+    order = torch.arange(routes, device="cuda", dtype=torch.int32)
+    owners = torch.zeros(routes // BLOCK, device="cuda", dtype=torch.int32)
+    used = torch.tensor([routes], device="cuda", dtype=torch.int32)
+    torch.full((routes, 64), float("nan"), device="cuda", dtype=x.dtype)
+    y = torch.ops._C.ternary_moe_gemm(
+        x, w.weight[None], w.scale[None], None, None, order, owners, used, None,
+        1, routes, 64, 128, 128,
+    )  # fmt: skip
+    assert y.isfinite().all()
+    for part in (slice(0, 64), slice(-64, None)):
+        expected = x[part].double() @ w.dequantize().t()
+        error = (y[part].double() - expected).norm() / expected.norm()
+        assert error < TOLERANCE[torch.float16]
+
+
 def test_cuda_graph() -> None:
     """The routing may change between replays of a captured graph."""
     experts, size_n, size_k, top_k = 4, 64, 256, 2

@@ -37,7 +37,7 @@ UNITS = [
         *("sm90_prefill_few_half", "sm90_prefill_few_bfloat16"),
     ],
     ["sm90_s8", "sm90_s8_rows", "sm90_s8_blocks"],
-    ["device_info", "gemm_dispatch", "w2a8_quantize"],
+    ["device_info", "gemm_dispatch", "w2a8_quantize", "moe_gemm"],
 ]
 NAIVE = "reference_gemm", "reference_w2a8"
 ROW = 1 << 20  # a block that covers any row
@@ -86,7 +86,7 @@ class Plans:
 
     def __init__(self, library: Path):
         self.native = ctypes.CDLL(str(library))
-        for name in ("check_gemm", "check_w2a8", "kernels"):
+        for name in ("check_gemm", "check_w2a8", "check_moe", "kernels"):
             getattr(self.native, name).restype = ctypes.c_char_p
         for d in DEVICES:
             self.add(d)
@@ -130,6 +130,14 @@ class Plans:
             d.index, kind, *sizes, block, *types, norm, len(ends), array, *config
         )
         return self._names(found, (str(d), kind, sizes, block, types, ends, config))
+
+    def experts(
+        self, d: Device, sizes: tuple[int, int, int], dtype: int, zero_point: bool
+    ) -> int:
+        """Launches of the experts' product of blocks of routes, N and K."""
+        blocks, n, k = sizes
+        found = self.native.check_moe(d.index, n, k, blocks, dtype, zero_point)
+        return len(self._names(found, (str(d), sizes, dtype, zero_point)))
 
     def _names(self, found: bytes, case: tuple[object, ...]) -> list[str]:
         assert found in (b"", b"unsupported"), (found.decode(), case)
@@ -281,6 +289,18 @@ def test_extremes(plans: Plans, d: Device) -> None:
             # More scales than 32 bits count.
             assert plans.gemm(d, TABLE, sizes, 32, zero_point=True) == [NAIVE[0]]
         plans.w2a8(d, W_TABLE, (m, 64 * million, 128), 128)
+
+
+@pytest.mark.parametrize("d", [H200, DEVICES[9], DEVICES[12]], ids=str)
+def test_any_number_of_routes(plans: Plans, d: Device) -> None:
+    """A launch takes 65535 blocks of routes."""
+    for blocks, launches in [(1, 1), (65535, 1), (65536, 2), (131070, 2), (131071, 3)]:
+        for dtype in (HALF, BFLOAT16):
+            for zero_point in (False, True):
+                sizes = blocks, 1500 + dtype, 2000
+                assert plans.experts(d, sizes, dtype, zero_point) == launches
+    most = (2**31 - 1) // 16
+    assert plans.experts(d, (most, 64, 128), HALF, False) == -(-most // 65535)
 
 
 @pytest.mark.parametrize("d", DEVICES, ids=str)

@@ -13,6 +13,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <optional>
 
 #include "moe_gemm.h"
@@ -107,13 +108,15 @@ Tensor ternary_moe_gemm(
   check_int32(sorted_routes, "sorted_routes");
   check_int32(experts, "experts");
   check_int32(used, "used");
-  a.blocks = int(experts.numel());
-  TERNARY_CHECK(sorted_routes.numel() == int64_t(a.blocks) * kMoeBlock, kOp,
+  const int64_t blocks = experts.numel();
+  TERNARY_CHECK(sorted_routes.numel() == blocks * kMoeBlock, kOp,
                 ": sorted_routes has ", sorted_routes.numel(), " entries for ",
-                a.blocks, " blocks; blocks of ", kMoeBlock, " are expected");
-  TERNARY_CHECK(a.blocks <= 65535, kOp, ": ", a.blocks, " blocks of ",
-                kMoeBlock, " routes; a launch takes 65535: lower ",
+                blocks, " blocks; blocks of ", kMoeBlock, " are expected");
+  TERNARY_CHECK(std::max(routes, blocks * kMoeBlock) <= INT32_MAX, kOp, ": ",
+                routes, " routes in ", blocks, " blocks of ", kMoeBlock,
+                "; their numbers must fit int32: lower "
                 "--max-num-batched-tokens");
+  a.blocks = int(blocks);
   if (route_weight) {
     TERNARY_CHECK(route_weight->is_cuda() && route_weight->is_contiguous() &&
                       route_weight->scalar_type() == ScalarType::Float &&

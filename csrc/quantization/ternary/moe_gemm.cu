@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+#include <algorithm>
+
 #include "mma_utils.cuh"
 #include "moe_gemm.h"
 
@@ -53,16 +55,16 @@ __device__ __forceinline__ uint4 load_x(const T* row, int k, int K) {
 
 // One thread block: kMoeBlock routes of one expert times 64 rows of its weight.
 // A warp has 16 rows, the A operand of mma.m16n8k16, and all routes, the B
-// operand.
+// operand. The launch has the blocks of routes from `first_block` on.
 template <typename T, bool kZeroPoint>
 __global__ void __launch_bounds__(kThreads)
-    moe_gemm_kernel(const MoeGemmArgs a) {
+    moe_gemm_kernel(const MoeGemmArgs a, int first_block) {
   constexpr int kTiles = kMoeBlock / 8;
   constexpr int kLoads = kMoeBlock * kChunk / 8 / kThreads;
   __shared__ __align__(16) T staged[kMoeBlock * kStride];
   __shared__ int routes[kMoeBlock];
 
-  const int block = blockIdx.y;
+  const int block = first_block + blockIdx.y;
   if (block * kMoeBlock >= *a.used) return;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int group = lane / 4, pair = lane % 4;
@@ -198,20 +200,24 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename T>
-void launch(const MoeGemmArgs& a) {
-  const dim3 grid(a.N_pad / kRows, a.blocks);
-  if (a.zero_point) {
-    moe_gemm_kernel<T, true><<<grid, kThreads, 0, a.stream>>>(a);
-  } else {
-    moe_gemm_kernel<T, false><<<grid, kThreads, 0, a.stream>>>(a);
+void launch(const MoeGemmArgs& a, int most) {
+  const auto kernel =
+      a.zero_point ? moe_gemm_kernel<T, true> : moe_gemm_kernel<T, false>;
+  cudaLaunchConfig_t config{};
+  config.blockDim = dim3(kThreads);
+  config.stream = a.stream;
+  for (int first = 0; first < a.blocks; first += config.gridDim.y) {
+    config.gridDim = dim3(a.N_pad / kRows, std::min(most, a.blocks - first));
+    check_cuda(cudaLaunchKernelEx(&config, kernel, a, first),
+               "ternary_moe_gemm");
   }
-  check_cuda(cudaGetLastError(), "ternary_moe_gemm");
 }
 
 }  // namespace
 
-void moe_gemm(const MoeGemmArgs& a) {
-  a.dtype == DType::kHalf ? launch<half>(a) : launch<__nv_bfloat16>(a);
+void moe_gemm(const MoeGemmArgs& a, int most) {
+  a.dtype == DType::kHalf ? launch<half>(a, most)
+                          : launch<__nv_bfloat16>(a, most);
 }
 
 }  // namespace vllm::ternary

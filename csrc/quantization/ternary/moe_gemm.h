@@ -50,7 +50,13 @@ struct MoeGemmArgs {
 // by 16 at a time in more thread blocks.
 constexpr int kMoeBlock = 16;
 
-// Enqueues on args.stream; throws std::runtime_error on a failed launch.
-void moe_gemm(const MoeGemmArgs& args);
+// Blocks that a launch takes: they lie along a grid's y. (Along x they would
+// come in another order: now thread blocks that share x and the expert follow
+// each other.)
+constexpr int kMoeLaunch = 65535;
+
+// Enqueues on args.stream, in launches of up to `most` blocks (fewer are for
+// tests); throws std::runtime_error on a failed launch.
+void moe_gemm(const MoeGemmArgs& args, int most = kMoeLaunch);
 
 }  // namespace vllm::ternary

@@ -13,6 +13,7 @@
 #include "gemm_dispatch.h"
 #include "mma_gemm.h"
 #include "mma_s8.h"
+#include "moe_gemm.h"
 #include "sm90_prefill.h"
 #include "sm90_s8.h"
 
@@ -222,14 +223,15 @@ void check_all(const Sizes& s) {
 // A naive kernel was called.
 struct NaiveDone : std::exception {};
 
-// `call` is false where the kernel asked for does not take the product.
-template <typename Call>
-const char* run(const Sizes& s, Call call) {
+// `call` is false where the kernel asked for does not take the product; `check`
+// looks at what it launched.
+template <typename Call, typename Check>
+const char* run(Call call, Check check) {
   launches.clear();
   names.clear();
   try {
     if (!call()) return "unsupported";
-    check_all(s);
+    check();
     return "";
   } catch (const NaiveDone&) {
     return "unsupported";
@@ -237,6 +239,11 @@ const char* run(const Sizes& s, Call call) {
     message = e.what();
     return message.c_str();
   }
+}
+
+template <typename Call>
+const char* run(const Sizes& s, Call call) {
+  return run(call, [&] { check_all(s); });
 }
 
 // What arguments of both kinds of product have.
@@ -363,6 +370,37 @@ const char* check_w2a8(int device, int kind, int M, int N, int K, int block,
     }
     return true;
   });
+}
+
+// The experts' product of that many blocks of routes.
+const char* check_moe(int device, int N, int K, int blocks, int dtype,
+                      int zero_point) {
+  current = device;
+  MoeGemmArgs a{};
+  a.dtype = DType(dtype);
+  a.zero_point = zero_point ? reinterpret_cast<const float*>(kOther) : nullptr;
+  a.routes = blocks * kMoeBlock;
+  a.top_k = 1;
+  a.blocks = blocks;
+  a.N = N;
+  a.K = K;
+  a.N_pad = round_up(N, 64);
+  a.K_pad = round_up(K, 128);
+  a.block_size = a.K_pad;
+  a.num_blocks = 1;
+  return run([&] { return moe_gemm(a), true; },
+             [&] {
+               Cover covered;
+               for (const Launch& l : launches) {
+                 names += "moe_gemm\n";
+                 check_launch(l);
+                 REQUIRE(int64_t(l.grid.x) * 64 == a.N_pad, l.grid.x);
+                 REQUIRE(l.grid.z == 1 && l.shared == 0, l.grid.z, l.shared);
+                 const int64_t first = *l.find<int>();
+                 covered.add(first, first + l.grid.y);
+               }
+               covered.finish(blocks);
+             });
 }
 
 }  // extern "C"
