@@ -264,19 +264,32 @@ Tensor ternary_gemm_s8(const Tensor& x, const Tensor& weight,
                   });
 }
 
+// A cut of sm90_prefill.h or sm90_s8.h, which has so many numbers; nullptr for
+// none.
+const int64_t* cut_of(const std::vector<int64_t>& cut, size_t count) {
+  STD_TORCH_CHECK(cut.empty() || cut.size() == count, "cut has ", cut.size(),
+                  " numbers; give ", count);
+  return cut.empty() ? nullptr : cut.data();
+}
+
 // The Hopper kernel for many tokens, whatever the dispatch table says.
 Tensor ternary_gemm_sm90(const Tensor& x, const Tensor& weight,
                          const Tensor& scale,
                          const std::optional<Tensor>& zero_point,
                          const std::optional<Tensor>& bias, int64_t size_n,
-                         int64_t size_k, int64_t block_size) {
+                         int64_t size_k, int64_t block_size,
+                         std::vector<int64_t> cut) {
   return run_gemm(x, weight, scale, zero_point, bias, size_n, size_k,
-                  block_size, [](const GemmArgs& a) {
+                  block_size, [&](const GemmArgs& a) {
                     STD_TORCH_CHECK(
                         sm90_gemm_supported(a),
                         "the Hopper kernel does not take this call");
-                    sm90_gemm(a);
+                    sm90_gemm(a, cut_of(cut, 7));
                   });
+}
+
+int64_t ternary_sm90_clusters(const Tensor& x, int64_t kernel, int64_t split) {
+  return sm90_clusters(x.get_device_index(), int(kernel), int(split));
 }
 
 // What ternary_gemm_w2a8 quantizes and multiplies, and the memory for it.
@@ -387,14 +400,12 @@ Tensor ternary_gemm_w2a8(const Tensor& x, const Tensor& weight,
 // The same with one product kernel, for the tuning script and the tests: 0 the
 // naive one, 1 int8 tensor cores for few tokens, 2 the Hopper kernel for many,
 // 3 as 1 with the quantization inside.
-Tensor ternary_gemm_w2a8_tuned(const Tensor& x, const Tensor& weight,
-                               const Tensor& scale,
-                               const std::optional<Tensor>& bias,
-                               const std::optional<Tensor>& norm_weight,
-                               const std::optional<Tensor>& part_ends,
-                               double norm_eps, int64_t size_n, int64_t size_k,
-                               int64_t block_size, int64_t kernel,
-                               int64_t groups, int64_t split) {
+Tensor ternary_gemm_w2a8_tuned(
+    const Tensor& x, const Tensor& weight, const Tensor& scale,
+    const std::optional<Tensor>& bias, const std::optional<Tensor>& norm_weight,
+    const std::optional<Tensor>& part_ends, double norm_eps, int64_t size_n,
+    int64_t size_k, int64_t block_size, int64_t kernel, int64_t groups,
+    int64_t split, std::vector<int64_t> cut) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const W2A8Call c = w2a8_call(x, weight, scale, bias, norm_weight, part_ends,
                                norm_eps, size_n, size_k, block_size);
@@ -416,7 +427,7 @@ Tensor ternary_gemm_w2a8_tuned(const Tensor& x, const Tensor& weight,
   } else {
     STD_TORCH_CHECK(kernel == 2 && sm90_w2a8_supported(c.gemm),
                     "the Hopper kernel does not take this call");
-    sm90_w2a8(c.gemm);
+    sm90_w2a8(c.gemm, cut_of(cut, 5));
   }
   return c.y;
 }
@@ -490,7 +501,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C, m) {
   m.def(
       "ternary_gemm_sm90(Tensor x, Tensor weight, Tensor scale, "
       "Tensor? zero_point, Tensor? bias, SymInt size_n, SymInt size_k, "
-      "SymInt block_size) -> Tensor");
+      "SymInt block_size, int[] cut=[]) -> Tensor");
+  m.def("ternary_sm90_clusters(Tensor x, int kernel, int split) -> int");
   m.def(
       "ternary_gemm_tuned(Tensor x, Tensor weight, Tensor scale, "
       "Tensor? zero_point, Tensor? bias, SymInt size_n, SymInt size_k, "
@@ -505,7 +517,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(_C, m) {
       "ternary_gemm_w2a8_tuned(Tensor x, Tensor weight, Tensor scale, "
       "Tensor? bias, Tensor? norm_weight, Tensor? part_ends, float norm_eps, "
       "SymInt size_n, SymInt size_k, SymInt block_size, int kernel, "
-      "int groups, int split) -> Tensor");
+      "int groups, int split, int[] cut=[]) -> Tensor");
   m.def(
       "ternary_quantize_tokens(Tensor x, Tensor weight, Tensor scale, "
       "Tensor? norm_weight, Tensor? part_ends, float norm_eps, "
@@ -517,6 +529,8 @@ STABLE_TORCH_LIBRARY_IMPL(_C, CUDA, m) {
   m.impl("ternary_gemm_reference",
          TORCH_BOX(&vllm::ternary::ternary_gemm_reference));
   m.impl("ternary_gemm_sm90", TORCH_BOX(&vllm::ternary::ternary_gemm_sm90));
+  m.impl("ternary_sm90_clusters",
+         TORCH_BOX(&vllm::ternary::ternary_sm90_clusters));
   m.impl("ternary_gemm_tuned", TORCH_BOX(&vllm::ternary::ternary_gemm_tuned));
   m.impl("ternary_gemm_w2a8", TORCH_BOX(&vllm::ternary::ternary_gemm_w2a8));
   m.impl("ternary_gemm_s8", TORCH_BOX(&vllm::ternary::ternary_gemm_s8));

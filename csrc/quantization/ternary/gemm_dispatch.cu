@@ -14,8 +14,15 @@ namespace vllm::ternary {
 // Builds without the sm_90a objects leave these undefined.
 __attribute__((weak)) bool sm90_prefill_supported(const PrefillArgs& args);
 __attribute__((weak)) void sm90_prefill_gemm(const PrefillArgs& args);
+__attribute__((weak)) void sm90_prefill_gemm_cut(const PrefillArgs& args,
+                                                 const int64_t* cut);
+__attribute__((weak)) int sm90_prefill_clusters(int device, int blocks,
+                                                int split);
 __attribute__((weak)) bool sm90_s8_supported(const W2A8Args& args);
 __attribute__((weak)) void sm90_s8_gemm(const W2A8Args& args);
+__attribute__((weak)) void sm90_s8_gemm_cut(const W2A8Args& args,
+                                            const int64_t* cut);
+__attribute__((weak)) int sm90_s8_clusters(int device, int split);
 
 namespace {
 
@@ -65,7 +72,9 @@ bool sm90_gemm_supported(const GemmArgs& a) {
          sm90_prefill_gemm && sm90_prefill_supported(a);
 }
 
-void sm90_gemm(const GemmArgs& a) { sm90_prefill_gemm(a); }
+void sm90_gemm(const GemmArgs& a, const int64_t* cut) {
+  cut ? sm90_prefill_gemm_cut(a, cut) : sm90_prefill_gemm(a);
+}
 
 void dispatch_gemm(const GemmArgs& a) {
   const DeviceInfo& device = device_info(a.device);
@@ -87,7 +96,15 @@ bool sm90_w2a8_supported(const W2A8Args& a) {
          sm90_s8_gemm && sm90_s8_supported(a);
 }
 
-void sm90_w2a8(const W2A8Args& a) { sm90_s8_gemm(a); }
+void sm90_w2a8(const W2A8Args& a, const int64_t* cut) {
+  cut ? sm90_s8_gemm_cut(a, cut) : sm90_s8_gemm(a);
+}
+
+int sm90_clusters(int device, int kernel, int split) {
+  if (device_info(device).capability != 90 || !sm90_prefill_clusters) return 0;
+  return kernel == 3 ? sm90_s8_clusters(device, split)
+                     : sm90_prefill_clusters(device, kernel, split);
+}
 
 void dispatch_w2a8(const QuantArgs& q, const W2A8Args& a) {
   const DeviceInfo& device = device_info(a.device);

@@ -43,6 +43,12 @@ void run(const PrefillArgs& a, const Plan& plan, Rows rows, Chain chain,
     throw std::runtime_error("ternary prefill: no kernel for the plan");
 }
 
+void run_few(const PrefillArgs& a, const FewPlan& plan) {
+  const bool found = a.dtype == DType::kHalf ? launch_few_half(a, plan)
+                                             : launch_few_bfloat16(a, plan);
+  if (!found) throw std::runtime_error("ternary prefill: no kernel for few");
+}
+
 // More tokens than this never go to the kernels for few.
 constexpr int kFewMostTokens = 1024;
 
@@ -127,9 +133,7 @@ void sm90_prefill_gemm(const PrefillArgs& a) {
   const Device& d = device_of(a.device);
   const Way& w = way_of(a, takes(a), d);
   if (w.is_few) {
-    const bool found = a.dtype == DType::kHalf ? launch_few_half(a, w.few)
-                                               : launch_few_bfloat16(a, w.few);
-    if (!found) throw std::runtime_error("ternary prefill: no kernel for few");
+    run_few(a, w.few);
     return;
   }
   const Schedule& s = w.many;
@@ -139,6 +143,42 @@ void sm90_prefill_gemm(const PrefillArgs& a) {
   }
   run(a, s.first, {0, s.first_rows}, Chain::kFirst, d.processors);
   run(a, s.second, {s.first_rows, a.N_pad}, Chain::kSecond, d.processors);
+}
+
+void sm90_prefill_gemm_cut(const PrefillArgs& a, const int64_t* cut) {
+  const Takes t = takes(a);
+  int c[6];
+  for (int i = 0; i < 6; ++i) c[i] = int(cut[i + 1]);
+  if (!(cut[0] ? t.few : t.many)) {
+    throw std::runtime_error("the Hopper kernel does not take this call");
+  }
+  const int k_blocks = a.K_pad / 128;
+  if (cut[0]) {
+    const FewPlan plan{c[0], c[1], c[2],
+                       c[3], c[4], sm90_prefill_clusters(a.device, c[5], c[4])};
+    const int pair = few_pair(plan.tokens, plan.blocks);
+    if (plan.clusters < 1 || plan.split > ceil_div(k_blocks, pair)) {
+      throw std::runtime_error("ternary prefill: no kernel for few");
+    }
+    run_few(a, plan);
+  } else {
+    const Plan plan{c[0], c[1], c[2], c[3], c[4]};
+    if (plan.split > std::min(k_blocks, plan.tokens / 8)) {
+      throw std::runtime_error("ternary prefill: no kernel for the plan");
+    }
+    run(a, plan, {0, a.N_pad}, Chain::kAlone, device_of(a.device).processors);
+  }
+}
+
+int sm90_prefill_clusters(int device, int blocks, int split) {
+  const Device& d = device_of(device);
+  if (blocks >= 1 && blocks <= 2 && split >= 1 && split <= kFewMostSplit) {
+    return d.few_slots.clusters[blocks - 1][split];
+  }
+  for (int s = 0; s < 4; ++s) {
+    if (blocks == 0 && kSplits[s] == split) return d.slots.clusters[s];
+  }
+  return 0;
 }
 
 }  // namespace vllm::ternary

@@ -63,4 +63,14 @@ bool sm90_prefill_supported(const PrefillArgs& args);
 // args.device current. Throws std::runtime_error on a failed launch.
 void sm90_prefill_gemm(const PrefillArgs& args);
 
+// The same under a cut of the caller's, for the tuning script and the tests:
+// 0, warpgroups, tiles, tokens, split, multicast; or, for few tokens,
+// 1, rows, sets, tokens, blocks, split, resident. Throws std::runtime_error
+// where no kernel was built for it.
+void sm90_prefill_gemm_cut(const PrefillArgs& args, const int64_t* cut);
+
+// How many clusters of `split` blocks a device runs at one time: of the kernels
+// for many tokens (blocks = 0), or for few with `blocks` to a multiprocessor.
+int sm90_prefill_clusters(int device, int blocks, int split);
+
 }  // namespace vllm::ternary

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// From a product's sizes to the tiles of the Hopper prefill kernels: the table
-// of tile shapes, what each costs, and the choice. Host code without CUDA.
+// From a product's sizes to the tiles of the Hopper prefill kernels: what a cut
+// costs, and the choice. Host code without CUDA.
 #pragma once
 
 #include <algorithm>
 #include <climits>
+
+#include "sm90_tiles.h"
 
 namespace vllm::ternary::sm90 {
 
@@ -28,23 +30,7 @@ struct Schedule {
   float cost = 0.0f;
 };
 
-// Microseconds on an H200, fitted to 396 timings of six layers at M = 64..4096
-// (docs/kernels_prefill.md): `unit` for one 64-row tile of a k-block of 128,
-// `wave` for the ends of one tile. The fit is off by 6% (rms), the choices it
-// makes by 0.3%.
-struct Variant {
-  int warpgroups, tiles, tokens;
-  float unit, wave;
-};
-constexpr Variant kVariants[] = {
-    {2, 1, 64, 0.2412f, 1.46f},  {3, 1, 64, 0.2674f, 1.25f},
-    {2, 2, 64, 0.2277f, 1.69f},  {2, 1, 128, 0.3343f, 2.01f},
-    {3, 1, 128, 0.3236f, 2.13f}, {2, 2, 128, 0.3294f, 2.31f},
-    {2, 1, 256, 0.6439f, 3.04f},
-};
 constexpr float kSecondLaunchCost = 2.1f;  // of the second of two launches
-constexpr float kSplitCost = 0.98f;        // meeting of the blocks of a cluster
-constexpr float kExchangeCost = 0.0593f;   // per KiB of partial sums of a block
 
 // Thread blocks that run at one time, as clusters of 1, 2, 4 and 8.
 struct Slots {
@@ -63,7 +49,8 @@ inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Time of `row_tiles` x 64 rows by M tokens under a variant and a split.
 inline float launch_cost(const Variant& v, int split_log2, int M, int row_tiles,
-                         int k_blocks, const Slots& slots) {
+                         int k_blocks, const Slots& slots,
+                         const SplitCost& split_cost = kSplit) {
   const int split = kSplits[split_log2], rows = v.warpgroups * v.tiles;
   const int tiles = ceil_div(row_tiles, rows) * ceil_div(M, v.tokens);
   const int waves = ceil_div(tiles, slots.clusters[split_log2]);
@@ -73,7 +60,7 @@ inline float launch_cost(const Variant& v, int split_log2, int M, int row_tiles,
   if (split > 1) {
     // A tile of 64 rows holds tokens / 4 KiB of partial sums.
     const float sent = rows * v.tokens * 0.25f * (split - 1) / split;
-    wave += kSplitCost + kExchangeCost * sent;
+    wave += split_cost.meeting + split_cost.exchange * sent;
   }
   return waves * wave;
 }

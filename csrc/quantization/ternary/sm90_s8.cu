@@ -27,6 +27,14 @@ const Slots& slots_of(int index) {
   });
 }
 
+void run(const W2A8Args& a, const Plan& plan) {
+  const int processors = slots_of(a.device).clusters[0];
+  const bool found = a.num_blocks > 1 ? launch_blocks(a, plan, processors)
+                                      : launch_rows(a, plan, processors);
+  if (!found)
+    throw std::runtime_error("ternary_gemm_w2a8: no kernel for the plan");
+}
+
 }  // namespace
 
 bool sm90_s8_supported(const W2A8Args& a) {
@@ -45,13 +53,23 @@ bool sm90_s8_supported(const W2A8Args& a) {
 }
 
 void sm90_s8_gemm(const W2A8Args& a) {
-  const Slots& slots = slots_of(a.device);
-  const bool blocks = a.num_blocks > 1;
-  const Plan plan = choose(a.M, a.N, a.K_pad, blocks, slots);
-  const bool found = blocks ? launch_blocks(a, plan, slots.clusters[0])
-                            : launch_rows(a, plan, slots.clusters[0]);
-  if (!found)
+  run(a, choose(a.M, a.N, a.K_pad, a.num_blocks > 1, slots_of(a.device)));
+}
+
+void sm90_s8_gemm_cut(const W2A8Args& a, const int64_t* cut) {
+  int c[5];
+  for (int i = 0; i < 5; ++i) c[i] = int(cut[i]);
+  if (c[3] * c[4] > ceil_div(a.K_pad, 256)) {
     throw std::runtime_error("ternary_gemm_w2a8: no kernel for the plan");
+  }
+  run(a, {c[0], c[1], c[2], c[3], c[4]});
+}
+
+int sm90_s8_clusters(int device, int split) {
+  for (int s = 0; s < 4; ++s) {
+    if (kSplits[s] == split) return slots_of(device).clusters[s];
+  }
+  return 0;
 }
 
 }  // namespace vllm::ternary

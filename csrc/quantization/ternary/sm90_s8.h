@@ -18,4 +18,12 @@ bool sm90_s8_supported(const W2A8Args& args);
 // current. Throws std::runtime_error on a failed launch.
 void sm90_s8_gemm(const W2A8Args& args);
 
+// The same under a cut of the caller's, for the tuning script and the tests:
+// warpgroups, tiles, tokens, sets, split. Throws std::runtime_error where no
+// kernel was built for it.
+void sm90_s8_gemm_cut(const W2A8Args& args, const int64_t* cut);
+
+// How many clusters of `split` blocks a device runs at one time.
+int sm90_s8_clusters(int device, int split);
+
 }  // namespace vllm::ternary

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// From a product's sizes to the tiles of the Hopper int8 kernels: the table of
-// tile shapes, what each costs, and the choice. Host code without CUDA.
+// From a product's sizes to the tiles of the Hopper int8 kernels: what a cut
+// costs, and the choice. Host code without CUDA.
 #pragma once
 
 #include <algorithm>
+
+#include "sm90_tiles.h"
 
 namespace vllm::ternary::s8 {
 
@@ -15,33 +17,6 @@ struct Plan {
   int sets;   // of warpgroups that take turns along K: 1, 2
   int split;  // blocks that share a tile along K: 1, 2, 4, 8
 };
-
-// Microseconds on an H200, fitted to timings of six layers at M = 16..4096
-// (docs/kernels_w2a8.md): `unit` for one 64-row tile of 256 k, `wave` for the
-// ends of one tile.
-struct Variant {
-  int warpgroups, tiles, tokens, sets;
-  float unit, wave;
-};
-constexpr Variant kRowVariants[] = {
-    {2, 2, 128, 1, 0.2996f, 3.14f}, {3, 1, 128, 1, 0.2981f, 2.30f},
-    {2, 1, 128, 1, 0.3021f, 1.92f}, {3, 2, 64, 1, 0.1531f, 2.89f},
-    {2, 2, 64, 1, 0.1632f, 2.33f},  {4, 1, 64, 1, 0.1567f, 1.61f},
-    {3, 1, 64, 1, 0.1906f, 1.43f},  {2, 1, 64, 2, 0.1714f, 1.37f},
-    {2, 1, 64, 1, 0.2055f, 1.11f},
-};
-constexpr Variant kBlockVariants[] = {
-    {2, 1, 128, 1, 0.5231f, 1.98f},
-    {3, 1, 64, 1, 0.2919f, 1.39f},
-    {2, 1, 64, 1, 0.3316f, 0.96f},
-};
-
-// What a split adds: the meeting of the blocks of a cluster, and each KiB of
-// partial sums that a block sends.
-struct SplitCost {
-  float meeting, exchange;
-};
-constexpr SplitCost kRowSplit = {1.8f, 0.05f}, kBlockSplit = {2.8f, 0.016f};
 
 // Thread blocks that run at one time, as clusters of 1, 2, 4 and 8.
 struct Slots {
