@@ -150,7 +150,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     try:
         if not args.dry_run:
-            check_destination(args.source, args.dest, args.overwrite)
+            others = (args.tokenizer, args.config)
+            check_destination(args.source, args.dest, args.overwrite, others)
         source = open_source(args.source, args.tokenizer, args.config, args.dtype)
         plan = make_plan(source, options, progress)
         if not args.dry_run:

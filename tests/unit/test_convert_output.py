@@ -160,6 +160,36 @@ def test_dest_is_whole_or_not_there(tmp_path, capsys, monkeypatch):
     assert "within SOURCE" in capsys.readouterr().err
 
 
+def test_dest_does_not_take_the_source_with_it(tmp_path, capsys):
+    """Replacing a directory that holds what is read would delete it."""
+    around = tmp_path / "around"
+    ternary_source(around / "in", seed=22)
+    assert convert(around / "in", around, "--overwrite") == 1
+    assert "holds" in capsys.readouterr().err
+    ternary_source(tmp_path / "in", seed=22)
+    tokenizer = "--tokenizer", around / "in"
+    assert convert(tmp_path / "in", around, "--overwrite", *tokenizer) == 1
+    assert "holds" in capsys.readouterr().err
+    assert (around / "in" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_dest_is_a_link(exists, tmp_path):
+    """The directory that it names is replaced or made; the link stays."""
+    ternary_source(tmp_path / "in", seed=23)
+    real, link = tmp_path / "disk" / "real", tmp_path / "link"
+    real.parent.mkdir()
+    link.symlink_to(real)
+    if exists:
+        real.mkdir()
+        (real / "stale.txt").write_text("old")
+    assert convert(tmp_path / "in", link, "--overwrite") == 0
+    assert link.is_symlink() and (real / "model.safetensors").is_file()
+    assert not (real / "stale.txt").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["disk", "in", "link"]
+    assert [p.name for p in real.parent.iterdir()] == ["real"]
+
+
 def test_interruption_leaves_nothing(tmp_path, monkeypatch, capsys):
     ternary_source(tmp_path / "in", seed=21)
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,21 @@ from .plan import Decision, Plan, Progress, resolve
 from .safetensors_io import ShardedWriter, StoredTensor, read_checkpoint
 
 
-def check_destination(source: Path, dest: Path, overwrite: bool) -> None:
-    """Raises ConversionError if DEST cannot be written without harm."""
+def check_destination(
+    source: Path, dest: Path, overwrite: bool, others: Iterable[Path | None] = ()
+) -> None:
+    """Raises ConversionError if DEST cannot be written without harm; ``others`` are
+    read besides SOURCE."""
     if dest.resolve() == source.resolve() or source.resolve() in dest.resolve().parents:
         raise ConversionError(
             f"{dest}: lies within SOURCE. Choose a directory outside of {source}."
         )
+    # Replacing DEST would delete it.
+    for path in filter(None, [source, *others]):
+        if dest.resolve() in path.resolve().parents:
+            raise ConversionError(
+                f"{dest}: holds {path}, which is read. Choose another directory."
+            )
     if dest.is_file():
         raise ConversionError(f"{dest}: is a file. Choose another name.")
     if dest.is_dir() and any(dest.iterdir()) and not overwrite:
@@ -46,7 +56,7 @@ def execute(
     """Writes the checkpoint of ``plan`` to ``dest``; returns the plan with the
     numbers of zeros filled in. Nothing appears under ``dest`` before it is whole
     (and verified, with ``verify``)."""
-    dest = dest.absolute()
+    dest = dest.resolve()  # what a symbolic link names, rather than the link
     dest.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(dest)
     needed = sum(spec.nbytes for spec in plan.specs())
