@@ -76,6 +76,10 @@ template <typename T>
 void st_shared_cluster_v4_f32(uint32_t address, const List<T, 4>& v) {
   store_words(address, (const void* const*)(v.at), 4);
 }
+template <typename T>
+void st_shared_v4_f32(uint32_t address, const List<T, 4>& v) {
+  st_shared_v4_u32(address, v);
+}
 inline void st_shared_f32(uint32_t address, float v) {
   const void* at = &v;
   store_words(address, &at, 1);

@@ -89,9 +89,9 @@ def test_few_tokens(emulators, tile, dtype):
         )  # fmt: skip
 
 
-# Warpgroups, tiles of 64 rows each, tokens.
+# Warpgroups, tiles of 64 rows each, tokens; sets.
 MANY = [(3, 1, 64), (3, 1, 128), (2, 1, 64), (2, 2, 64), (2, 1, 128), (2, 2, 128)]
-MANY += [(2, 1, 256)]
+MANY += [(2, 1, 256), (1, 1, 128, 2)]
 
 
 # Blocks of 32 and 64 are built for three warpgroups only.
@@ -101,10 +101,12 @@ MANY_BLOCKS = [(t, b) for t in MANY for b in (ROW, 128, 32) if b != 32 or t[0] =
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tile, block", MANY_BLOCKS)
 def test_many_tokens(emulators, tile, block, dtype):
-    warpgroups, tiles, tokens = tile
+    warpgroups, tiles, tokens, *sets = tile
     rows = warpgroups * tiles * 64
     # Blocks that split K, that share tokens, k-blocks between starts.
     cuts = [(1, 1, 0), (2, 1, 0), (4, 1, 0), (8, 1, 0), (1, 2, 0), (2, 2, 0), (1, 1, 2)]
+    if sets:
+        cuts[-1] = (1, 4, 0)  # one tile a block: nothing to stagger
     turn = MANY.index(tile) + (dtype == HALF) + block % 5
     for i, (split, multicast, stagger) in some(cuts, turn, 1):
         seed = i + 10 * sum(tile)
@@ -122,7 +124,8 @@ def test_many_tokens(emulators, tile, block, dtype):
             n = 6 * rows
         m = tokens - 5 if i % 2 else tokens + 17
         n_pad = harness.up(n, 64)
-        choice = (*tile, split, multicast, stagger, 0, n_pad, 0)
+        shape = (warpgroups, tiles, tokens)
+        choice = (*shape, split, multicast, stagger, 0, n_pad, 0, *(sets or [1]))
         gemm_case(
             emulators[900], "sm90_many", choice, seed, m, n, k, size, dtype,
             scale_dtype, [2],

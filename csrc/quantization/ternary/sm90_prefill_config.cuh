@@ -26,20 +26,22 @@ namespace vllm::ternary::sm90 {
 enum class ScaleMode { kBlock, kRow };
 
 template <typename T_, ScaleMode kMode_, int kWarpgroups_, int kTiles_,
-          int kTokens_, int kGroups_>
+          int kTokens_, int kGroups_, int kSets_ = 1>
 struct Config {
   using T = T_;
   static constexpr ScaleMode kMode = kMode_;
-  static constexpr int kWarpgroups = kWarpgroups_;  // that multiply
+  static constexpr int kWarpgroups = kWarpgroups_;  // that share a k-block
   static constexpr int kTiles = kTiles_;            // of 64 rows, per warpgroup
   static constexpr int kTokens = kTokens_;
   static constexpr int kGroups = kGroups_;  // scales per row and k-block: 1, 4
+  static constexpr int kSets = kSets_;  // of warpgroups: they take turns at k
 
   static constexpr int kRowTiles = kWarpgroups * kTiles;
-  static constexpr int kThreads = (kWarpgroups + 1) * 128;
+  static constexpr int kConsumers = kWarpgroups * kSets * 128;  // threads
+  static constexpr int kThreads = kConsumers + 128;
   // Together what the block was launched with: 168 x 384 or 128 x 512.
-  static constexpr int kConsumerRegs = kWarpgroups == 2 ? 232 : 152;
-  static constexpr int kProducerRegs = kWarpgroups == 2 ? 40 : 56;
+  static constexpr int kConsumerRegs = kConsumers == 256 ? 232 : 152;
+  static constexpr int kProducerRegs = kConsumers == 256 ? 40 : 56;
 
   // A job is what is decoded and committed together: kJobWords words of 32 k.
   // kBuffers jobs have registers; kPending of them may run while one is
@@ -60,16 +62,28 @@ struct Config {
       (kScalesAt + kScaleBytes + 1023) / 1024 * 1024;
   // Output staging: per warpgroup, buffers of 64 tokens x 64 rows.
   static constexpr int kOutBuffers =
-      kTokens == 256 || kTiles * kTokens == 64 ? 1 : 2;
-  static constexpr int kOutBytes = kWarpgroups * kOutBuffers * 8192;
+      kTokens == 256 || kTiles * kTokens / kSets == 64 ? 1 : 2;
+  // Sets have one tile a block, and stage its output where the stages were.
+  static constexpr int kOutBytes =
+      kSets > 1 ? 0 : kWarpgroups * kOutBuffers * 8192;
   static constexpr int kBarBytes = 256;
   static constexpr int kFixedBytes = 1024 + kOutBytes + kBarBytes;
   static constexpr int kStagesFit = (227 * 1024 - kFixedBytes) / kStageBytes;
-  static constexpr int kStages = kStagesFit < 10 ? kStagesFit : 10;
+  // A multiple of the sets: then a stage is always the same set's, and one bit
+  // is enough to tell its rounds apart.
+  static constexpr int kStages =
+      (kStagesFit < 10 ? kStagesFit : 10) / kSets * kSets;
   static constexpr int kSmemBytes = kFixedBytes + kStages * kStageBytes;
   static_assert(kStages >= 3);
-  // The partial sums of a split product lie where the stages were.
-  static_assert(kRowTiles * 64 * kTokens * 4 <= kStages * kStageBytes);
+  // The partial sums of a split product lie where the stages were; behind them
+  // those that the sets exchange, and their output.
+  static constexpr int kSumBytes = kRowTiles * 64 * kTokens * 4;
+  static constexpr int kOutAt =
+      kSets > 1 ? 2 * kSumBytes : kStages* kStageBytes;
+  static_assert(kSumBytes <= kStages * kStageBytes);
+  static_assert(kSets == 1 || kOutAt + kConsumers * 64 * kOutBuffers <=
+                                  kStages * kStageBytes);
+  static_assert(kSets == 1 || (kSets == 2 && kTiles == 1));
 };
 
 // A product cut into two launches runs them side by side: the first lets the

@@ -117,13 +117,61 @@ __device__ __forceinline__ void store_staged(const KernelParams& p,
   }
 }
 
-// One warpgroup's tiles of an unsplit product. The copy engine takes the staged
-// tokens away while the next ones are staged.
+constexpr int kMeetBarrier = 12;  // named, of all consumers
+
+// The sums of one set, or of both: with two, each warpgroup leaves its twin's
+// half of the tokens in shared memory and adds what it finds to its own. No
+// stage is read any more once all consumers have met.
 template <typename C>
+__device__ __forceinline__ void meet_sets(
+    uint32_t slots, int warpgroup, int set, int thread,
+    const float (&acc)[C::kTiles][C::kTokens / 2],
+    float (&mine)[C::kTiles][C::kTokens / C::kSets / 2]) {
+  if constexpr (C::kSets == 1) {
+#pragma unroll
+    for (int mt = 0; mt < C::kTiles; ++mt) {
+#pragma unroll
+      for (int i = 0; i < C::kTokens / 2; ++i) mine[mt][i] = acc[mt][i];
+    }
+  } else {
+    constexpr int kHalf = C::kTokens / 4;  // sums of a thread
+    constexpr int kVectors = kHalf / 4;
+    const uint32_t from = slots + (warpgroup * kVectors * 128 + thread) * 16;
+    constexpr int kSetBytes = C::kWarpgroups * kVectors * 128 * 16;
+    named_sync<C::kConsumers>(kMeetBarrier);
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      float v[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        mine[0][4 * j + i] =
+            set == 0 ? acc[0][4 * j + i] : acc[0][kHalf + 4 * j + i];
+        v[i] = set == 0 ? acc[0][kHalf + 4 * j + i] : acc[0][4 * j + i];
+      }
+      st_shared_float4(from + set * kSetBytes + j * 128 * 16,
+                       make_float4(v[0], v[1], v[2], v[3]));
+    }
+    named_sync<C::kConsumers>(kMeetBarrier);
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      const float4 u =
+          ld_shared_float4(from + (1 - set) * kSetBytes + j * 128 * 16);
+      mine[0][4 * j] += u.x;
+      mine[0][4 * j + 1] += u.y;
+      mine[0][4 * j + 2] += u.z;
+      mine[0][4 * j + 3] += u.w;
+    }
+  }
+}
+
+// One warpgroup's tiles of an unsplit product, from token `first` of the tile
+// on. The copy engine takes the staged tokens away while the next ones are
+// staged. `team`: the warpgroup's number among all.
+template <typename C, int kSums>
 __device__ __forceinline__ void store_tile(
     const KernelParams& p, const CUtensorMap* y_map, const Tile& t,
-    uint32_t out, int warpgroup, int thread,
-    const float (&acc)[C::kTiles][C::kTokens / 2]) {
+    uint32_t out, int warpgroup, int team, int thread, int first,
+    const float (&acc)[C::kTiles][kSums]) {
   using T = typename C::T;
   const int warp = thread / 32, lane = thread % 32;
 #pragma unroll
@@ -131,13 +179,13 @@ __device__ __forceinline__ void store_tile(
     const int row0 = (t.row_tile + warpgroup * C::kTiles + mt) * 64;
     const RowTerms r = load_row_terms<C>(p, row0 + warp * 16 + lane / 4);
 #pragma unroll
-    for (int part = 0; part < C::kTokens / 64; ++part) {
-      const int slot = (mt * (C::kTokens / 64) + part) % C::kOutBuffers;
+    for (int part = 0; part < kSums / 32; ++part) {
+      const int slot = (mt * (kSums / 32) + part) % C::kOutBuffers;
       const uint32_t buffer = out + slot * 8192;
-      const int token0 = t.token + part * 64;
+      const int token0 = t.token + first + part * 64;
       // Free the buffer: all but the latest kOutBuffers - 1 stores have read.
       if (thread == 0) bulk_wait_read<C::kOutBuffers - 1>();
-      warpgroup_sync(warpgroup + 1);
+      warpgroup_sync(team + 1);
 #pragma unroll
       for (int j = 0; j < 8; j += 2) {
         float v[2][4];
@@ -150,7 +198,7 @@ __device__ __forceinline__ void store_tile(
       }
       if (p.tma_store) {
         fence_async_proxy();
-        warpgroup_sync(warpgroup + 1);
+        warpgroup_sync(team + 1);
         if (thread == 0) {
           if (row0 < p.N && token0 < p.M) {
             tma_store(y_map, buffer, row0, token0);
@@ -158,7 +206,7 @@ __device__ __forceinline__ void store_tile(
           bulk_commit();
         }
       } else {
-        warpgroup_sync(warpgroup + 1);
+        warpgroup_sync(team + 1);
         store_staged<C>(p, buffer, row0, token0, 64, thread);
       }
     }
@@ -180,14 +228,17 @@ __device__ __forceinline__ uint32_t slot_offset(int part, int groups, int local,
   return (slot * 128 + thread) * 16;
 }
 
-template <typename C>
+// `acc` begins with token group `first`.
+template <typename C, int kSums>
 __device__ __forceinline__ void send_partials(
     const KernelParams& p, uint32_t slots, int row_part, int k_part,
-    int warpgroup, int thread, const float (&acc)[C::kTiles][C::kTokens / 2]) {
+    int warpgroup, int thread, int first,
+    const float (&acc)[C::kTiles][kSums]) {
   const int groups = 1 << p.groups_log2;
 #pragma unroll
-  for (int j = 0; j < C::kTokens / 8; ++j) {
-    const int owner = j >> p.groups_log2, local = j & (groups - 1);
+  for (int j = 0; j < kSums / 4; ++j) {
+    const int owner = (first + j) >> p.groups_log2;
+    const int local = (first + j) & (groups - 1);
     const uint32_t base = map_to_rank(slots, owner * p.multicast + row_part);
 #pragma unroll
     for (int mt = 0; mt < C::kTiles; ++mt) {
@@ -203,23 +254,26 @@ template <typename C>
 __device__ __forceinline__ void store_split(const KernelParams& p,
                                             const Tile& t, uint32_t slots,
                                             uint32_t out, int k_part,
-                                            int warpgroup, int thread) {
+                                            int warpgroup, int team, int set,
+                                            int thread) {
   using T = typename C::T;
   const int groups = 1 << p.groups_log2;
+  const int begin = groups * set / C::kSets;
+  const int end = groups * (set + 1) / C::kSets;
   const int warp = thread / 32, lane = thread % 32;
 #pragma unroll
   for (int mt = 0; mt < C::kTiles; ++mt) {
     const int row0 = (t.row_tile + warpgroup * C::kTiles + mt) * 64;
     const RowTerms r = load_row_terms<C>(p, row0 + warp * 16 + lane / 4);
 #pragma unroll 1
-    for (int first = 0; first < groups; first += 8) {
-      const int count = min(8, groups - first);
-      if (mt + first > 0) warpgroup_sync(warpgroup + 1);
+    for (int first = begin; first < end; first += 8) {
+      const int count = min(8, end - first);
+      if (mt > 0 || first > begin) warpgroup_sync(team + 1);
 #pragma unroll 1
       for (int j = 0; j < count; j += 2) {
         // A lone last group is summed twice; its twin lands behind the tokens
         // that are stored.
-        const int l0 = first + j, l1 = min(l0 + 1, groups - 1);
+        const int l0 = first + j, l1 = min(l0 + 1, end - 1);
         float v[2][4] = {};
 #pragma unroll 4
         for (int part = 0; part < p.split; ++part) {
@@ -240,7 +294,7 @@ __device__ __forceinline__ void store_split(const KernelParams& p,
         }
         stage_groups<T>(out, j, warp, lane, v);
       }
-      warpgroup_sync(warpgroup + 1);
+      warpgroup_sync(team + 1);
       store_staged<C>(p, out, row0, t.token + (k_part * groups + first) * 8,
                       count * 8, thread);
     }

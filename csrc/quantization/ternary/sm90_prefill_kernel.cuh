@@ -10,6 +10,8 @@
 //   * kWarpgroups warpgroups own kTiles tiles of 64 weight rows each. They
 //     decode codes into the A operand in registers while earlier wgmma run, and
 //     all read the same B (tokens) from shared memory.
+//   * With kSets = 2, each warpgroup has a twin for the same rows; the two take
+//     k-blocks in turn, and at the end each finishes one half of the tokens.
 //   * `split` blocks of a cluster share one output tile along K and add their
 //     parts through distributed shared memory in a fixed order. `multicast`
 //     blocks take different rows and share the loads of the tokens' tile.
@@ -23,13 +25,14 @@
 
 namespace vllm::ternary::sm90 {
 
-template <int kStages>
+template <int kStages, int kStep = 1>
 struct Ring {
   int stage = 0;
   uint32_t phase = 0;
   __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
+    stage += kStep;
+    if (kStep == 1 ? stage == kStages : stage >= kStages) {
+      stage = kStep == 1 ? 0 : stage - kStages;
       phase ^= 1;
     }
   }
@@ -142,7 +145,7 @@ constexpr int kFirstPairBarrier = 8;
 
 // A warp's place among the consumers; all but `lane` are the same in a warp.
 struct Consumer {
-  int warpgroup, warp, lane;
+  int warpgroup, set, warp, lane;
 };
 
 // Accumulates one tile. Returns with all wgmma finished and all stages
@@ -150,7 +153,7 @@ struct Consumer {
 template <typename C, typename Release>
 __device__ __forceinline__ void multiply(
     const KernelParams& p, const Tile& t, const Place& at, const Consumer& me,
-    Ring<C::kStages>& ring, float (&acc)[C::kTiles][C::kTokens / 2],
+    Ring<C::kStages, C::kSets>& ring, float (&acc)[C::kTiles][C::kTokens / 2],
     int signal_at, Release release) {
   using T = typename C::T;
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
@@ -165,10 +168,10 @@ __device__ __forceinline__ void multiply(
       me.warpgroup * C::kTiles * 64 + me.warp * 16 + me.lane / 4;
 
 #pragma unroll 1
-  for (int kb = t.kb_begin; kb < t.kb_end; ++kb) {
+  for (int kb = t.kb_begin + me.set; kb < t.kb_end; kb += C::kSets) {
     const uint32_t base = at.stages + ring.stage * C::kStageBytes;
     const uint64_t desc = smem_desc(base);
-    const bool add = kb > t.kb_begin;
+    const bool add = kb > t.kb_begin + me.set;
     mbar_wait(at.full + 8 * ring.stage, ring.phase);
 
     uint32_t w[C::kTiles][4], scale[C::kTiles][2];
@@ -239,11 +242,14 @@ template <typename C>
 __device__ __forceinline__ void consume(const KernelParams& p, const Maps& maps,
                                         const Place& at, const Consumer& me) {
   const int thread = threadIdx.x % 128;
-  const uint32_t out = at.out + me.warpgroup * C::kOutBuffers * 8192;
-  Ring<C::kStages> ring;
+  const int team = me.set * C::kWarpgroups + me.warpgroup;
+  const uint32_t out = at.out + team * C::kOutBuffers * 8192;
+  Ring<C::kStages, C::kSets> ring;
+  ring.stage = me.set;
   // Gives back the stage before `next` (the ring moves by one per k-block).
   auto release = [&](int next) {
-    const int stage = next == 0 ? C::kStages - 1 : next - 1;
+    const int stage = next == me.set ? C::kStages - C::kSets + me.set
+                                     : next - C::kSets;
     if (p.multicast == 1) {
       if (me.lane == 0) mbar_arrive(at.empty + 8 * stage);
     } else if (me.lane < p.multicast) {
@@ -272,17 +278,25 @@ __device__ __forceinline__ void consume(const KernelParams& p, const Maps& maps,
     if (first && p.chain != Chain::kSecond) wait_for_previous_kernel();
     first = false;
     TERNARY_TRACE(4);
+    // What this warpgroup finishes: all tokens, or its set's half of them.
+    constexpr int kMine = C::kTokens / C::kSets;
+    float mine[C::kTiles][kMine / 2];
+    const int first_token = me.set * kMine;
+    meet_sets<C>(at.stages + C::kSumBytes, me.warpgroup, me.set, thread, acc,
+                 mine);
     if (p.split == 1) {
-      store_tile<C>(p, maps.y, t, out, me.warpgroup, thread, acc);
+      store_tile<C>(p, maps.y, t, out, me.warpgroup, team, thread, first_token,
+                    mine);
     } else {
       // One tile per cluster. No block of it reads a stage any more.
       cluster_sync();
       TERNARY_TRACE(5);
       send_partials<C>(p, at.stages, at.row_part, at.k_part, me.warpgroup,
-                       thread, acc);
+                       thread, first_token / 8, mine);
       cluster_sync();
       TERNARY_TRACE(6);
-      store_split<C>(p, t, at.stages, out, at.k_part, me.warpgroup, thread);
+      store_split<C>(p, t, at.stages, out, at.k_part, me.warpgroup, team,
+                     me.set, thread);
     }
   }
   // Nobody leaves while the copy engine reads its shared memory, or while a
@@ -310,8 +324,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const int rank = cluster_size == 1 ? 0 : int(cluster_rank());
   Place at;
   at.stages = (smem_addr(smem_raw) + 1023) & ~1023u;
-  at.out = at.stages + C::kStages * C::kStageBytes;
-  at.full = at.out + C::kOutBytes;
+  at.out = at.stages + C::kOutAt;
+  at.full = at.stages + C::kStages * C::kStageBytes + C::kOutBytes;
   at.empty = at.full + 8 * C::kStages;
   at.row_part = rank % p.multicast;
   at.k_part = rank / p.multicast;
@@ -325,7 +339,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       mbar_init(at.empty + 8 * i, 4 * C::kWarpgroups * p.multicast);
     }
     mbar_init_fence();
-  } else if (threadIdx.x == C::kWarpgroups * 128) {
+  } else if (threadIdx.x == C::kConsumers) {
     prefetch_map(maps.w);
     prefetch_map(maps.x);
     if constexpr (C::kMode == ScaleMode::kBlock) prefetch_map(maps.s);
@@ -338,9 +352,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     __syncthreads();
   }
 
-  if (warp >= 4 * C::kWarpgroups) {
+  if (warp >= C::kConsumers / 32) {
     registers_down<C::kProducerRegs>();
-    if (threadIdx.x == C::kWarpgroups * 128) produce<C>(p, maps, at);
+    if (threadIdx.x == C::kConsumers) produce<C>(p, maps, at);
     if (cluster_size > 1) {
       __syncwarp();
       if (p.split > 1) cluster_sync();
@@ -349,7 +363,11 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   } else {
     registers_up<C::kConsumerRegs>();
     TERNARY_TRACE(1);
-    consume<C>(p, maps, at, {warp / 4, warp % 4, int(threadIdx.x % 32)});
+    const int team = warp / 4;
+    const int set = C::kSets == 1 ? 0 : team / C::kWarpgroups;
+    consume<C>(p, maps, at,
+               {team - set * C::kWarpgroups, set, warp % 4,
+                int(threadIdx.x % 32)});
   }
 }
 

@@ -32,6 +32,9 @@ void launch(const PrefillArgs& whole, const Plan& plan, Rows rows, Chain chain,
   a.N_pad = rows.end - rows.begin;
 
   const int cluster_size = plan.split * plan.multicast;
+  if (a.K_pad / 128 < C::kSets * plan.split) {
+    throw std::runtime_error("ternary prefill: a set without a k-block");
+  }
   KernelParams p{};
   p.bias = a.bias;
   p.y = a.y;
@@ -49,7 +52,7 @@ void launch(const PrefillArgs& whole, const Plan& plan, Rows rows, Chain chain,
   p.multicast = plan.multicast;
   for (int g = C::kTokens / 8 / plan.split; g > 1; g /= 2) ++p.groups_log2;
   p.num_tiles = p.row_groups * p.token_tiles;
-  p.num_clusters = plan.split > 1
+  p.num_clusters = plan.split > 1 || C::kSets > 1
                        ? p.num_tiles
                        : std::min(p.num_tiles, num_sms / cluster_size);
   p.stagger = p.num_tiles > p.num_clusters && plan.stagger < p.k_blocks
@@ -96,24 +99,27 @@ void launch(const PrefillArgs& whole, const Plan& plan, Rows rows, Chain chain,
 template <typename T, ScaleMode kMode, int kGroups>
 bool launch_variant(const PrefillArgs& a, const Plan& plan, Rows rows,
                     Chain chain, int num_sms) {
-  const int key = plan.warpgroups * 10000 + plan.tiles * 1000 + plan.tokens;
+  const int key = plan.sets * 100000 + plan.warpgroups * 10000 +
+                  plan.tiles * 1000 + plan.tokens;
   switch (key) {
-#define TERNARY_VARIANT(w, t, n)                                               \
-  case w * 10000 + t * 1000 + n:                                               \
-    launch<Config<T, kMode, w, t, n, kGroups>>(a, plan, rows, chain, num_sms); \
+#define TERNARY_VARIANT(w, t, n, s)                                     \
+  case s * 100000 + w * 10000 + t * 1000 + n:                           \
+    launch<Config<T, kMode, w, t, n, kGroups, s>>(a, plan, rows, chain, \
+                                                  num_sms);             \
     return true;
-    TERNARY_VARIANT(3, 1, 64)
-    TERNARY_VARIANT(3, 1, 128)
+    TERNARY_VARIANT(3, 1, 64, 1)
+    TERNARY_VARIANT(3, 1, 128, 1)
     default:
       break;
   }
   if constexpr (kGroups == 1) {
     switch (key) {
-      TERNARY_VARIANT(2, 1, 64)
-      TERNARY_VARIANT(2, 2, 64)
-      TERNARY_VARIANT(2, 1, 128)
-      TERNARY_VARIANT(2, 2, 128)
-      TERNARY_VARIANT(2, 1, 256)
+      TERNARY_VARIANT(2, 1, 64, 1)
+      TERNARY_VARIANT(2, 2, 64, 1)
+      TERNARY_VARIANT(2, 1, 128, 1)
+      TERNARY_VARIANT(1, 1, 128, 2)
+      TERNARY_VARIANT(2, 2, 128, 1)
+      TERNARY_VARIANT(2, 1, 256, 1)
 #undef TERNARY_VARIANT
       default:
         break;

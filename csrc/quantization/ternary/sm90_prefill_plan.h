@@ -19,6 +19,7 @@ struct Plan {
   int split;          // blocks that share a tile along K: 1, 2, 4, 8
   int multicast = 1;  // blocks that share the tokens' loads: 1, 2, 4
   int stagger = 0;    // k-blocks between the starts of warpgroups
+  int sets = 1;       // of warpgroups that take k-blocks in turn: 1, 2
 };
 
 // A product in one launch, or in two that run side by side: rows
