@@ -121,7 +121,7 @@ const char* emu_sm90_few(const GemmArgs* a, const int* p, int clusters) {
 // place in a chain of launches; sets
 const char* emu_sm90_many(const GemmArgs* a, const int* p, int processors) {
   return guarded([&] {
-    const sm90::Plan plan{p[0], p[1], p[2], p[3], p[4], p[5], p[9]};
+    const sm90::Plan plan{p[0], p[1], p[2], p[3], p[4], p[9], p[5]};
     const sm90::Rows rows{p[6], p[7]};
     const auto chain = sm90::Chain(p[8]);
     found(a->dtype == DType::kHalf

@@ -13,6 +13,7 @@ from lib.bench.sm90_costs import (
     CSRC,
     KERNELS,
     SPLITS,
+    UNKNOWN,
     Cut,
     Model,
     fit,
@@ -67,7 +68,7 @@ def test_costs_are_linear(model, kernel):
 
 def test_features_by_hand(model):
     """8B down, 1024 tokens, two blocks of 128 x 128 along K: waves of 66 tiles."""
-    tile = model.shapes["many"].index((2, 1, 128, 0, 0))
+    tile = model.shapes["many"].index((2, 1, 128, 1, 1))
     found = model.features("many", Cut(tile, 2), 66, (1024, 4096, 12288))
     waves = -(-(4096 // 128) * (1024 // 128) // 66)
     units = 12288 // 128 // 2 * 2  # k-blocks of a block, two tiles of 64 rows
@@ -102,6 +103,8 @@ def test_fit_finds_the_costs_behind_times(kernel):
     rng = np.random.default_rng(KERNELS.index(kernel))
     truth = Model()
     shape = truth.tiles[kernel].shape
+    unknown = truth.tiles[kernel] >= UNKNOWN
+    truth.tiles[kernel] = np.where(unknown, [0.3, 2.0], truth.tiles[kernel])
     truth.tiles[kernel] *= rng.uniform(0.7, 1.4, shape)
     truth.shared[kernel] *= rng.uniform(0.7, 1.4, 3)
     entries = []

@@ -162,8 +162,8 @@ void sm90_prefill_gemm_cut(const PrefillArgs& a, const int64_t* cut) {
     }
     run_few(a, plan);
   } else {
-    const Plan plan{c[0], c[1], c[2], c[3], c[4]};
-    if (plan.split > std::min(k_blocks, plan.tokens / 8)) {
+    const Plan plan{c[0], c[1], c[2], c[3], c[4], c[5]};
+    if (plan.split > plan.tokens / 8 || plan.split * plan.sets > k_blocks) {
       throw std::runtime_error("ternary prefill: no kernel for the plan");
     }
     run(a, plan, {0, a.N_pad}, Chain::kAlone, device_of(a.device).processors);

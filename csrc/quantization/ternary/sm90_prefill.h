@@ -64,7 +64,7 @@ bool sm90_prefill_supported(const PrefillArgs& args);
 void sm90_prefill_gemm(const PrefillArgs& args);
 
 // The same under a cut of the caller's, for the tuning script and the tests:
-// 0, warpgroups, tiles, tokens, split, multicast; or, for few tokens,
+// 0, warpgroups, tiles, tokens, split, multicast, sets; or, for few tokens,
 // 1, rows, sets, tokens, blocks, split, resident. Throws std::runtime_error
 // where no kernel was built for it.
 void sm90_prefill_gemm_cut(const PrefillArgs& args, const int64_t* cut);

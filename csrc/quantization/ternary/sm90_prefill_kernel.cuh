@@ -248,8 +248,8 @@ __device__ __forceinline__ void consume(const KernelParams& p, const Maps& maps,
   ring.stage = me.set;
   // Gives back the stage before `next` (the ring moves by one per k-block).
   auto release = [&](int next) {
-    const int stage = next == me.set ? C::kStages - C::kSets + me.set
-                                     : next - C::kSets;
+    const int stage =
+        next == me.set ? C::kStages - C::kSets + me.set : next - C::kSets;
     if (p.multicast == 1) {
       if (me.lane == 0) mbar_arrive(at.empty + 8 * stage);
     } else if (me.lane < p.multicast) {
@@ -365,9 +365,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     TERNARY_TRACE(1);
     const int team = warp / 4;
     const int set = C::kSets == 1 ? 0 : team / C::kWarpgroups;
-    consume<C>(p, maps, at,
-               {team - set * C::kWarpgroups, set, warp % 4,
-                int(threadIdx.x % 32)});
+    consume<C>(
+        p, maps, at,
+        {team - set * C::kWarpgroups, set, warp % 4, int(threadIdx.x % 32)});
   }
 }
 

@@ -18,8 +18,8 @@ struct Plan {
   int warpgroups, tiles, tokens;
   int split;          // blocks that share a tile along K: 1, 2, 4, 8
   int multicast = 1;  // blocks that share the tokens' loads: 1, 2, 4
-  int stagger = 0;    // k-blocks between the starts of warpgroups
   int sets = 1;       // of warpgroups that take k-blocks in turn: 1, 2
+  int stagger = 0;    // k-blocks between the starts of warpgroups
 };
 
 // A product in one launch, or in two that run side by side: rows
@@ -48,13 +48,29 @@ constexpr int kSplits[] = {1, 2, 4, 8};
 
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// Clusters of a variant and a split that run at one time; 0: too large ones.
+inline int clusters_of(const Variant& v, int split_log2, const Slots& slots) {
+  const int size_log2 = split_log2 + v.multicast / 2;  // 1, 2, 4: 0, 1, 2
+  return size_log2 < 4 ? slots.clusters[size_log2] : 0;
+}
+
+// Whether there is K enough for a split, and for every set of a block.
+inline bool splits(const Variant& v, int split, int k_blocks) {
+  return split <= v.tokens / 8 && split * v.sets <= k_blocks;
+}
+
+inline Plan plan_of(const Variant& v, int split) {
+  return {v.warpgroups, v.tiles, v.tokens, split, v.multicast, v.sets};
+}
+
 // Time of `row_tiles` x 64 rows by M tokens under a variant and a split.
 inline float launch_cost(const Variant& v, int split_log2, int M, int row_tiles,
                          int k_blocks, const Slots& slots,
                          const SplitCost& split_cost = kSplit) {
   const int split = kSplits[split_log2], rows = v.warpgroups * v.tiles;
-  const int tiles = ceil_div(row_tiles, rows) * ceil_div(M, v.tokens);
-  const int waves = ceil_div(tiles, slots.clusters[split_log2]);
+  const int tiles =
+      ceil_div(row_tiles, rows * v.multicast) * ceil_div(M, v.tokens);
+  const int waves = ceil_div(tiles, clusters_of(v, split_log2, slots));
   float wave = ceil_div(k_blocks, split) * rows * v.unit + v.wave;
   const double operations = 2.0 * 64 * 128 * row_tiles * k_blocks * M;
   if (v.tokens == 256 && operations > kLongProduct) wave *= kLongFactor;
@@ -79,13 +95,12 @@ inline Choice cheapest(int M, int row_tiles, int k_blocks, bool fine,
   for (const Variant& v : kVariants) {
     if (fine && v.warpgroups != 3) continue;
     for (int s = 0; s < 4; ++s) {
-      if (kSplits[s] > std::min(k_blocks, v.tokens / 8) ||
-          slots.clusters[s] < 1) {
+      if (!splits(v, kSplits[s], k_blocks) || clusters_of(v, s, slots) < 1) {
         continue;
       }
       const float cost = launch_cost(v, s, M, row_tiles, k_blocks, slots);
       if (cost < best.cost) {
-        best = {{v.warpgroups, v.tiles, v.tokens, kSplits[s]}, cost};
+        best = {plan_of(v, kSplits[s]), cost};
       }
     }
   }
@@ -103,17 +118,20 @@ inline Schedule choose(int M, int N_pad, int K_pad, bool fine,
   // rest.
   for (const Variant& v : kVariants) {
     if (fine && v.warpgroups != 3) continue;
-    const int rows = v.warpgroups * v.tiles, columns = ceil_div(M, v.tokens);
-    const int waves = row_tiles / rows * columns / slots.clusters[0];
+    const int rows = v.warpgroups * v.tiles * v.multicast;
+    const int columns = ceil_div(M, v.tokens);
+    const int clusters = clusters_of(v, 0, slots);
+    if (clusters < 1 || !splits(v, 1, k_blocks)) continue;
+    const int waves = row_tiles / rows * columns / clusters;
     if (waves == 0) continue;
-    const int first = waves * slots.clusters[0] / columns * rows;
+    const int first = waves * clusters / columns * rows;
     if (first == 0 || first >= row_tiles) continue;
     const float base = launch_cost(v, 0, M, first, k_blocks, slots);
     if (base + kSecondLaunchCost >= cost) continue;
     const Choice rest = cheapest(M, row_tiles - first, k_blocks, fine, slots);
     if (base + rest.cost + kSecondLaunchCost < cost) {
       cost = base + rest.cost + kSecondLaunchCost;
-      best.first = {v.warpgroups, v.tiles, v.tokens, 1};
+      best.first = plan_of(v, 1);
       best.second = rest.plan;
       best.first_rows = first * 64;
       best.two = true;

@@ -15,7 +15,7 @@ namespace vllm::ternary::sm90 {
 
 // Many tokens.
 struct Variant {
-  int warpgroups, tiles, tokens;
+  int warpgroups, tiles, tokens, sets, multicast;
   float unit, wave;
 };
 struct SplitCost {
@@ -23,13 +23,16 @@ struct SplitCost {
 };
 // clang-format off
 constexpr Variant kVariants[] = {
-    {2, 1, 64, 0.2412f, 1.4600f},
-    {3, 1, 64, 0.2674f, 1.2500f},
-    {2, 2, 64, 0.2277f, 1.6900f},
-    {2, 1, 128, 0.3343f, 2.0100f},
-    {3, 1, 128, 0.3236f, 2.1300f},
-    {2, 2, 128, 0.3294f, 2.3100f},
-    {2, 1, 256, 0.6439f, 3.0400f},
+    {2, 1, 64, 1, 1, 0.2412f, 1.4600f},
+    {3, 1, 64, 1, 1, 0.2674f, 1.2500f},
+    {2, 2, 64, 1, 1, 0.2277f, 1.6900f},
+    {2, 1, 128, 1, 1, 0.3343f, 2.0100f},
+    {3, 1, 128, 1, 1, 0.3236f, 2.1300f},
+    {2, 2, 128, 1, 1, 0.3294f, 2.3100f},
+    {2, 1, 256, 1, 1, 0.6439f, 3.0400f},
+    {1, 1, 128, 2, 1, 1000000.0000f, 1000000.0000f},
+    {1, 1, 128, 2, 2, 1000000.0000f, 1000000.0000f},
+    {1, 1, 128, 2, 4, 1000000.0000f, 1000000.0000f},
 };
 constexpr SplitCost kSplit = {0.9800f, 0.0593f};
 // clang-format on

@@ -50,7 +50,7 @@ int tiles(int kernel, int* shapes, float* costs) {
   };
   if (kernel == 0) {
     for (const auto& v : sm90::kVariants) {
-      put(v.warpgroups, v.tiles, v.tokens, 0, 0, v.unit, v.wave);
+      put(v.warpgroups, v.tiles, v.tokens, v.sets, v.multicast, v.unit, v.wave);
     }
   } else if (kernel == 1) {
     for (const auto& v : sm90::kFewVariants) {
@@ -104,10 +104,11 @@ double cost(int kernel, int index, int split, int clusters, int M, int N_pad,
   if (s == int(std::size(sm90::kSplits))) return -1.0;
   if (kernel == 0) {
     sm90::Variant v = sm90::kVariants[index];
-    if (split > std::min(K_pad / 128, v.tokens / 8)) return -1.0;
+    const int size = s + v.multicast / 2;
+    if (!splits(v, split, K_pad / 128) || size > 3) return -1.0;
     v.unit = costs[0], v.wave = costs[1];
     sm90::Slots slots{};
-    slots.clusters[s] = clusters;
+    slots.clusters[size] = clusters;
     return launch_cost(v, s, M, N_pad / 64, K_pad / 128, slots,
                        {costs[3], costs[4]});
   }

@@ -99,11 +99,13 @@ class Model:
     ) -> Iterator[tuple[Cut, int, np.ndarray]]:
         """Every cut of a product, its clusters at one time, and its features.
 
-        `clusters`: by the number of `clusters_of` and the split.
+        `clusters`: by the number of `clusters_of` and the blocks of one.
         """
         for tile, shape in enumerate(self.shapes[kernel]):
             for split in SPLITS:
-                at_once = clusters.get((clusters_of(kernel, shape), split), 0)
+                shared = shape[4] if kernel == "many" else 1  # loads of tokens
+                size = clusters_of(kernel, shape), split * shared
+                at_once = clusters.get(size, 0)
                 cut = Cut(tile, split)
                 features = self.features(kernel, cut, at_once, sizes)
                 if features is not None:
@@ -205,7 +207,11 @@ def quality(model: Model, kernel: str, entries: list[dict[str, Any]]) -> Quality
 # --- The header
 
 _STRUCTS = {
-    "many": ("Variant", ("warpgroups", "tiles", "tokens"), "kVariants"),
+    "many": (
+        "Variant",
+        ("warpgroups", "tiles", "tokens", "sets", "multicast"),
+        "kVariants",
+    ),
     "few": (
         "FewVariant",
         ("rows", "sets", "tokens", "blocks", "resident"),

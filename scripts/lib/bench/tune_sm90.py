@@ -60,7 +60,7 @@ def caller(kernel: str, tile: tuple[int, ...], split: int, sizes: tuple[int, int
     if kernel == "few":
         cut = [1, *tile[:4], split, tile[4]]
     else:
-        cut = [0, *tile[:3], split, 1, 0]
+        cut = [0, *tile[:3], split, tile[4], tile[3]]
     return lambda x, *pair: ops.ternary_gemm_sm90(x, *pair, None, None, *sizes, cut)
 
 

@@ -53,10 +53,10 @@ constexpr bool prefill_kernels(std::index_sequence<I...>) {
     if constexpr (kGroups > 1 && v.warpgroups != 3) {
       return true;  // not built
     } else {
-      using C =
-          sm90::Config<half, kMode, v.warpgroups, v.tiles, v.tokens, kGroups>;
-      return is_kernel(C::kThreads, v.warpgroups * 128, C::kConsumerRegs,
-                       C::kProducerRegs, C::kStages, 1, C::kSmemBytes);
+      using C = sm90::Config<half, kMode, v.warpgroups, v.tiles, v.tokens,
+                             kGroups, v.sets>;
+      return is_kernel(C::kThreads, C::kConsumers, C::kConsumerRegs,
+                       C::kProducerRegs, C::kStages, v.sets, C::kSmemBytes);
     }
   }() && ...);
 }
@@ -185,7 +185,7 @@ RowRange check_prefill(const Launch& l, const Sizes& s) {
   const std::vector<int> c = shape_of(kernel_name(l), "sm90::Config");
   const bool block_mode = c[0] == 0;
   const int row_tiles = c[1] * c[2], tokens = c[3];
-  REQUIRE(int(l.block.x) == (c[1] + 1) * 128, l.block.x);
+  REQUIRE(int(l.block.x) == (c[1] * c[5] + 1) * 128, l.block.x);
   REQUIRE(begin % 64 == 0 && p.N == std::min(s.N, int(rows.end)) - begin, p.N);
   REQUIRE(p.N > 0 && p.M == s.M && p.ldy == s.N, p.N, p.M, p.ldy);
   REQUIRE(block_mode == (s.num_blocks > 1), "mode");
@@ -214,7 +214,8 @@ RowRange check_prefill(const Launch& l, const Sizes& s) {
   REQUIRE(int(l.cluster) == size && int(l.grid.x) == p.num_clusters * size,
           l.grid.x);
   REQUIRE(p.num_clusters >= 1, p.num_clusters);
-  REQUIRE(p.split == 1 || p.num_clusters == p.num_tiles, p.num_clusters);
+  REQUIRE((p.split == 1 && c[5] == 1) || p.num_clusters == p.num_tiles,
+          p.num_clusters);
   REQUIRE(p.split == 1 || (1 << p.groups_log2) * p.split * 8 == tokens,
           p.groups_log2);
   Tiles tiles(p.row_groups, p.token_tiles);
