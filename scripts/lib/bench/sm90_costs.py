@@ -8,7 +8,6 @@ kernels' own headers, compiled by the C++ compiler; `fit` finds the numbers.
 """
 
 import ctypes
-import os
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from lib.errors import BuildError
+from lib.toolchain import find_cxx
 
 CSRC = Path(__file__).resolve().parents[3] / "csrc" / "quantization" / "ternary"
 KERNELS = ("many", "few", "rows", "blocks")
@@ -39,23 +39,19 @@ class Model:
     """Tiles and costs of the headers in `csrc`.
 
     Raises:
-        BuildError: the headers do not compile.
+        BuildError: there is no C++ compiler, or the headers do not compile.
 
     """
 
     def __init__(self, csrc: Path = CSRC):
-        compiler = os.environ.get("CXX", "g++")
         source = Path(__file__).with_suffix(".cpp")
         with tempfile.TemporaryDirectory() as folder:
             target = Path(folder, "costs.so")
-            command = [compiler, "-std=c++20", "-O1", "-fPIC", "-shared", f"-I{csrc}"]
-            command += [str(source), "-o", str(target)]
-            try:
-                subprocess.run(command, check=True, capture_output=True, text=True)
-            except FileNotFoundError:
-                raise BuildError(f"no C++ compiler {compiler}; set CXX") from None
-            except subprocess.CalledProcessError as error:
-                raise BuildError(f"{' '.join(command)}:\n{error.stderr}") from None
+            command = [find_cxx().path, "-std=c++20", "-O1", "-fPIC", "-shared"]
+            command += [f"-I{csrc}", str(source), "-o", str(target)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise BuildError(f"{' '.join(command)}:\n{done.stderr}")
             library = ctypes.CDLL(str(target))
         library.cost.restype = ctypes.c_double
         self.library = library
