@@ -40,7 +40,7 @@ _library = torch.library.Library("_C", "FRAGMENT")
 
 
 def dense(weight, scale, zero_point, size_n: int, size_k: int, block: int):
-    """W in float64, after the checks of check_weight in cuda_bindings.cu."""
+    """W in float64, after the checks of check_weight in cuda_args.h."""
     n_pad, k_pad = ternary_layout_cuda.padded_shape(size_n, size_k)
     assert size_k >= 1 and block >= 4 and block % 4 == 0
     block = min(block, k_pad)

@@ -177,7 +177,7 @@ Sizes sizes_of(int M, int N, int K, int block, int scale_dtype) {
   s.K = K;
   s.N_pad = round_up(N, 64);
   s.K_pad = round_up(K, 128);
-  s.block = std::min(block, s.K_pad);  // as check_weight in cuda_bindings.cu
+  s.block = std::min(block, s.K_pad);  // as check_weight in cuda_args.h
   s.num_blocks = (K + s.block - 1) / s.block;
   s.scale_bytes = scale_dtype == 2 ? 4 : 2;
   s.x = kX;
