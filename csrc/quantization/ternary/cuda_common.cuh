@@ -72,6 +72,19 @@ __host__ __device__ __forceinline__ int int8_position(int k) {
   return (k & ~31) + 2 * (k & 8) + 2 * (k & 6) + ((k >> 4) & 1) + 2 * (k & 1);
 }
 
+// v * factor, rounded half to even, in the low byte: it is at most 127 and a
+// rounding error in size, so that adding 1.5 * 2^23 leaves the integer there.
+__device__ __forceinline__ uint32_t round_to_byte(float v, float factor) {
+  return __float_as_uint(__fadd_rn(__fmul_rn(v, factor), 12582912.0f));
+}
+
+// The low bytes of four words.
+__device__ __forceinline__ uint32_t low_bytes(uint32_t a, uint32_t b,
+                                              uint32_t c, uint32_t d) {
+  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040),
+                     0x5410);
+}
+
 // The weight {-1, 0, +1} at (n, k), by the formula of ternary_layout_cuda.py.
 __device__ __forceinline__ int ternary_at(const int32_t* weight, int K_pad,
                                           int n, int k) {

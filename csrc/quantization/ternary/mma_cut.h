@@ -28,10 +28,21 @@ struct MmaCut {
 
 inline bool is_power_of_two(int v) { return (v & (v - 1)) == 0; }
 
-// Whether a grid's y has room for the CTAs along N even where shared memory
-// lets each have a single row unit, and 32 bits for an index of a scale.
-inline bool fits_cut(int N_pad, int num_blocks) {
-  return N_pad <= 65535 * 16 && int64_t(num_blocks) * N_pad <= UINT32_MAX;
+// Whether the kernels' numbers are large enough for a product whose CTAs have
+// up to `tokens` tokens at least: the reach of block_magic for K; a grid's z
+// for the CTAs along M, and its y for those along N even where shared memory
+// lets each have a single row unit; 32 bits for an index of a scale.
+template <typename Product>
+bool fits_cut(const Product& g, int tokens) {
+  return g.K <= 1 << 20 && g.M <= 65535 * tokens && g.N_pad <= 65535 * 16 &&
+         int64_t(g.num_blocks) * g.N_pad <= UINT32_MAX;
+}
+
+// Whether every scale is one of whole k tiles, a power of two of them.
+template <typename Product>
+bool scales_whole_tiles(const Product& g) {
+  return g.num_blocks == 1 ||
+         (g.block_size % 128 == 0 && is_power_of_two(g.block_size / 128));
 }
 
 // Sets the cut of a.N_pad / rows row units and K_pad / 128 k tiles; `bytes()`

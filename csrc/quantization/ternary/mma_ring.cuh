@@ -18,6 +18,20 @@ struct RingSource {
   uint32_t block_shift;  // scale block = (k tile) >> block_shift
 };
 
+// What a kernel's arguments say of a product's weights and their blocks.
+template <typename Args, typename Product>
+void set_ring(Args& a, const Product& g) {
+  a.ring = {g.weight,     static_cast<const half*>(g.scale),
+            g.N_pad,      g.K_pad,
+            g.num_blocks, 31};
+  if (g.num_blocks > 1) {
+    a.ring.block_shift = 0;
+    while ((128 << a.ring.block_shift) < g.block_size) ++a.ring.block_shift;
+    const uint32_t d = uint32_t(g.block_size / 32);
+    a.block_magic = ((1u << 31) + d - 1) / d;
+  }
+}
+
 // A phase of a slot ends when its words are there (one arrival and their bytes)
 // and, with scales in the ring, each lane's share of these.
 template <typename S>

@@ -11,18 +11,9 @@ void mma_s8_int8_bfloat16(const S8Args&, const MmaConfig&, S8Scale);
 
 namespace {
 
-// Of block_magic, and so that 4 * 2 * 128 * K fits an int32.
-constexpr int kMaxK = 1 << 20;
-
-bool whole_tiles(int block_size, int num_blocks) {
-  const int tiles = block_size / 128;
-  return num_blocks == 1 || (block_size % 128 == 0 && is_power_of_two(tiles));
-}
-
 S8Scale scale_of(const W2A8Args& g) {
   if (g.num_blocks == 1) return S8Scale::kRow;
-  return g.scale_dtype == DType::kHalf &&
-                 whole_tiles(g.block_size, g.num_blocks)
+  return g.scale_dtype == DType::kHalf && scales_whole_tiles(g)
              ? S8Scale::kTile
              : S8Scale::kGeneral;
 }
@@ -42,15 +33,7 @@ S8Args common(const Args& g) {
   a.K_pad = g.K_pad;
   a.num_blocks = g.num_blocks;
   a.parts = 1;
-  a.ring = {g.weight,     static_cast<const half*>(g.scale),
-            g.N_pad,      g.K_pad,
-            g.num_blocks, 31};
-  if (g.num_blocks > 1) {
-    a.ring.block_shift = 0;
-    while ((128 << a.ring.block_shift) < g.block_size) ++a.ring.block_shift;
-    const uint32_t d = uint32_t(g.block_size / 32);
-    a.block_magic = ((1u << 31) + d - 1) / d;
-  }
+  set_ring(a, g);
   a.device = g.device;
   a.stream = g.stream;
   return a;
@@ -59,8 +42,8 @@ S8Args common(const Args& g) {
 }  // namespace
 
 bool mma_s8_supported(const W2A8Args& g) {
-  return g.K <= kMaxK && g.M <= 65535 * 8 && fits_cut(g.N_pad, g.num_blocks) &&
-         (g.num_blocks == 1 || g.block_size % 32 == 0);
+  // Sums of up to 4 * 2 * 128 * K fit int32 for every K that fits the cut.
+  return fits_cut(g, 8) && (g.num_blocks == 1 || g.block_size % 32 == 0);
 }
 
 bool mma_s8_quantizes(const QuantArgs& q, const W2A8Args& g) {
@@ -91,9 +74,8 @@ void mma_s8_gemm(const W2A8Args& g, const MmaConfig& config,
 }
 
 bool mma_s8_supported(const GemmArgs& g) {
-  return g.K <= kMaxK && g.M <= 65535 * 2 && fits_cut(g.N_pad, g.num_blocks) &&
-         g.scale_dtype == DType::kHalf && !g.zero_point &&
-         whole_tiles(g.block_size, g.num_blocks);
+  return fits_cut(g, 2) && g.scale_dtype == DType::kHalf && !g.zero_point &&
+         scales_whole_tiles(g);
 }
 
 void mma_s8_gemm(const GemmArgs& g, const MmaConfig& config) {

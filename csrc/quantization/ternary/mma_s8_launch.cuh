@@ -73,6 +73,20 @@ void launch_s8_int8(const S8Args& a, const MmaConfig& c) {
 }
 
 template <typename T>
+void launch_s8_int8(const S8Args& a, const MmaConfig& c, S8Scale scale) {
+  constexpr S8Input kBytes = S8Input::kBytes, kInside = S8Input::kInside;
+  if (scale == S8Scale::kRow) {
+    a.xq ? launch_s8_int8<T, S8Scale::kRow, kBytes>(a, c)
+         : launch_s8_int8<T, S8Scale::kRow, kInside>(a, c);
+  } else if (scale == S8Scale::kTile) {
+    a.xq ? launch_s8_int8<T, S8Scale::kTile, kBytes>(a, c)
+         : launch_s8_int8<T, S8Scale::kTile, kInside>(a, c);
+  } else {
+    launch_s8_int8<T, S8Scale::kGeneral, kBytes>(a, c);
+  }
+}
+
+template <typename T>
 void launch_s8_digits(const S8Args& a, const MmaConfig& c) {
   constexpr S8Scale kTile = S8Scale::kTile;
   constexpr S8Input kDigits = S8Input::kDigits;

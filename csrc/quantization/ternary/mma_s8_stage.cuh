@@ -321,11 +321,9 @@ __device__ __forceinline__ void stage_quantized(uint8_t* xs, int* offsets,
       uint32_t q[4];
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        q[c] = __float_as_uint(
-            __fadd_rn(__fmul_rn(values[c], factor), 12582912.0f));
+        q[c] = round_to_byte(values[c], factor);
       }
-      out[t] = __byte_perm(__byte_perm(q[0], q[1], 0x0040),
-                           __byte_perm(q[2], q[3], 0x0040), 0x5410);
+      out[t] = low_bytes(q[0], q[1], q[2], q[3]);
     }
     const int sum = sum_of_tile(out);
     if (i < total) {

@@ -33,10 +33,6 @@ __device__ __forceinline__ float2 ld_shared_f32x2(uint32_t addr) {
   return v;
 }
 
-__device__ __forceinline__ void st_shared_f32(uint32_t addr, float v) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(addr), "f"(v) : "memory");
-}
-
 __device__ __forceinline__ void st_shared_v4(uint32_t addr, int a, int b, int c,
                                              int d) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(addr), "r"(a),
@@ -61,6 +57,7 @@ __device__ __forceinline__ float to_float(int v) {
   return __int_as_float(v + 0x4B400000) - 12582912.0f;
 }
 
+// As load_as_float, for which ptxas takes one test more.
 __device__ __forceinline__ float load_float(const void* base, DType dtype,
                                             int i) {
   if (dtype == DType::kFloat) return static_cast<const float*>(base)[i];
@@ -190,7 +187,7 @@ __device__ __forceinline__ void store_tile(
     uint32_t out, uint32_t token_scales, int warpgroup, int thread,
     const Terms<C>& terms, const Sum<C> (&acc)[C::kTiles][C::kTokens / 2]) {
   const int warp = thread / 32, lane = thread % 32;
-  if (thread < C::kTokens) st_shared_f32(token_scales + thread * 4, terms.xs);
+  if (thread < C::kTokens) st_shared_float(token_scales + thread * 4, terms.xs);
 #pragma unroll
   for (int mt = 0; mt < C::kTiles; ++mt) {
     const int row0 = t.row + (warpgroup * C::kTiles + mt) * 64;
@@ -238,8 +235,7 @@ __device__ __forceinline__ void store_tile(
   }
 }
 
-// --- Sums over the sets of warpgroups
-// -----------------------------------------
+// --- Sums over the sets of warpgroups ---------------------------------------
 
 template <typename C>
 __device__ __forceinline__ uint32_t meet_offset(int warpgroup, int mt, int j,
@@ -282,8 +278,7 @@ __device__ __forceinline__ void add_sums(
   }
 }
 
-// --- Sums over the blocks that share a tile along K
-// ----------------------------
+// --- Sums over the blocks that share a tile along K -------------------------
 
 __device__ __forceinline__ float as_payload(int v) { return __int_as_float(v); }
 __device__ __forceinline__ float as_payload(float v) { return v; }
@@ -328,7 +323,7 @@ __device__ __forceinline__ void store_split(const KernelParams& p,
                                             int thread, const Terms<C>& terms) {
   const int groups = 1 << p.groups_log2;
   const int warp = thread / 32, lane = thread % 32;
-  if (thread < C::kTokens) st_shared_f32(token_scales + thread * 4, terms.xs);
+  if (thread < C::kTokens) st_shared_float(token_scales + thread * 4, terms.xs);
   warpgroup_sync(warpgroup + 1);
 #pragma unroll
   for (int mt = 0; mt < C::kTiles; ++mt) {

@@ -43,8 +43,7 @@ struct Place {
   int cluster, k_part, row_groups, num_tiles;
 };
 
-// --- Producer
-// -----------------------------------------------------------------
+// --- Producer ---------------------------------------------------------------
 
 template <typename C>
 __device__ __forceinline__ void produce(const KernelParams& p, const Maps& maps,
@@ -102,8 +101,7 @@ __device__ __forceinline__ void produce(const KernelParams& p, const Maps& maps,
   }
 }
 
-// --- Consumers
-// ----------------------------------------------------------------
+// --- Consumers --------------------------------------------------------------
 
 // The four k32 steps of a lane's codes of 128 k, as -64, 0, 64.
 __device__ __forceinline__ void decode(const uint4& codes, uint32_t (&a)[16]) {
@@ -341,8 +339,7 @@ __device__ __forceinline__ void consume(const KernelParams& p, const Maps& maps,
   if (me.set == 0 && thread == 0) bulk_wait_read<0>();
 }
 
-// --- Kernel
-// -------------------------------------------------------------------
+// --- Kernel -----------------------------------------------------------------
 
 template <typename C>
 __global__ void __launch_bounds__(C::kThreads, 1)

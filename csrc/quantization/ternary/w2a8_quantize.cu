@@ -199,20 +199,14 @@ __global__ void __launch_bounds__(max_threads(kUnits), kUnits == 1 ? 2 : 1)
       for (int i = 0; i < count; ++i) {
         float v[16];
         values(i, part, v);
-        // |v * factor| is at most 127 and a rounding error, so adding 1.5 *
-        // 2^23 rounds it half to even and leaves the integer in the low byte.
         uint32_t q[16], out[4];
 #pragma unroll
-        for (int c = 0; c < 16; ++c) {
-          q[c] =
-              __float_as_uint(__fadd_rn(__fmul_rn(v[c], factor), 12582912.0f));
-        }
+        for (int c = 0; c < 16; ++c) q[c] = round_to_byte(v[c], factor);
         int sum = 0;
 #pragma unroll
         for (int t = 0; t < 4; ++t) {
-          out[t] = __byte_perm(__byte_perm(q[2 * t], q[8 + 2 * t], 0x0040),
-                               __byte_perm(q[2 * t + 1], q[9 + 2 * t], 0x0040),
-                               0x5410);
+          out[t] =
+              low_bytes(q[2 * t], q[8 + 2 * t], q[2 * t + 1], q[9 + 2 * t]);
           sum = __dp4a(int(out[t]), 0x01010101, sum);
         }
         const int u = threadIdx.x + i * blockDim.x;
