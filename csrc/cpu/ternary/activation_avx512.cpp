@@ -100,14 +100,16 @@ void quantize_lines(const Weight& w, Row x, float to_int8, int64_t size_m,
   }
 }
 
-// quantize_row for rows and blocks of whole lines.
+// quantize_row, faster for finite rows of whole lines.
 float quantize_row_avx512(const Weight& w, const Row& row, int64_t size_m,
                           int64_t m, int8_t* out, int64_t line_step,
                           int32_t* sums) {
   const bool lines = w.nblocks == 1 ||
                      (w.block_pad == w.block_size && w.block_pad % kLine == 0);
-  const Factors factors(lines && row.stride == 1 ? largest_bits(row, w.size_k)
-                                                 : 0x7f800000u);
+  if (!lines || row.stride != 1) {
+    return quantize_row(w, row, size_m, m, out, line_step, sums);
+  }
+  const Factors factors(largest_bits(row, w.size_k));
   if (!factors.finite) {
     return quantize_row(w, row, size_m, m, out, line_step, sums);
   }

@@ -10,14 +10,11 @@
 #include <memory>
 #include <optional>
 
-#ifdef __linux__
-  #include <sys/mman.h>
-#endif
-
 #include <torch/csrc/stable/ops.h>
 
 #include "../../quantization/ternary/ternary_common.h"
 #include "activation.h"
+#include "host_memory.h"
 #include "ternary_cpu.h"
 
 namespace vllm::ternary::cpu {
@@ -73,25 +70,15 @@ inline Weight make_weight(const char* op, const Tensor& weight,
   return w;
 }
 
-// Asks for large pages where the allocator takes memory from the system anew
-// with every call: 4 KiB at a time, that takes as long as the product.
-inline void prefer_large_pages(void* data, int64_t bytes) {
-#ifdef MADV_HUGEPAGE
-  constexpr int64_t kLarge = 8 << 20;
-  constexpr uintptr_t kPage = 2 << 20;
-  if (bytes >= kLarge) {
-    const auto begin = reinterpret_cast<uintptr_t>(data);
-    const uintptr_t first = (begin + kPage - 1) / kPage * kPage;
-    const uintptr_t last = (begin + bytes) / kPage * kPage;
-    madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-  }
-#endif
-}
+// From so many bytes on the allocator takes memory from the system anew with
+// every call: 4 KiB at a time, that takes as long as the product.
+constexpr int64_t kLargeBuffer = 8 << 20;
 
 // An uninitialized output [M, N] for x.
 inline Tensor new_output(const Tensor& x, int64_t size_n) {
   Tensor y = torch::stable::new_empty(x, {x.size(0), size_n});
-  prefer_large_pages(y.data_ptr(), y.numel() * y.element_size());
+  const int64_t bytes = y.numel() * y.element_size();
+  if (bytes >= kLargeBuffer) prefer_large_pages(y.data_ptr(), bytes);
   return y;
 }
 
@@ -149,7 +136,8 @@ class Scratch {
       : storage_(new char[count * sizeof(T) + kLine]) {
     const auto address = reinterpret_cast<uintptr_t>(storage_.get());
     data_ = reinterpret_cast<T*>((address + kLine - 1) / kLine * kLine);
-    prefer_large_pages(data_, count * sizeof(T));
+    const int64_t bytes = count * sizeof(T);
+    if (bytes >= kLargeBuffer) prefer_large_pages(data_, bytes);
   }
   T* data() const { return data_; }
 

@@ -48,8 +48,4 @@ void gemm_int8_amx(const Problem& p, int64_t unit, int64_t unit_end);
 void split_row_avx512(const float* padded, int64_t k_pad, int64_t planes,
                       int64_t plane_bytes, int64_t tile_bytes, char* out);
 
-// At least `bytes`, aligned to a page, of this thread; valid until it asks
-// again.
-char* thread_scratch(int64_t bytes);
-
 }  // namespace vllm::ternary::cpu

@@ -8,6 +8,7 @@
 // work. Many tokens: a band of long panels of 32 rows each fills a part of L2,
 // and 32 tokens at a time stay in L1 for all of them, sums in tile registers.
 
+#include "host_memory.h"
 #include "kernels.h"
 #include "simd.h"
 

@@ -1,10 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-//
-// Scratch that a thread keeps: a few hundred KiB, which the allocator would
-// return to the system, and fault in again, with every call. In a large page
-// where the system has them: small ones of a band of weights may share the sets
-// of L2.
+#include "host_memory.h"
 
 #include <cstdlib>
 #include <new>
@@ -12,8 +8,6 @@
 #ifdef __linux__
   #include <sys/mman.h>
 #endif
-
-#include "kernels.h"
 
 namespace vllm::ternary::cpu {
 namespace {
@@ -26,24 +20,34 @@ struct Buffer {
 
 }  // namespace
 
+void prefer_large_pages(void* data, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+  const auto begin = reinterpret_cast<uintptr_t>(data);
+  const uintptr_t first = (begin + kLargePage - 1) / kLargePage * kLargePage;
+  const uintptr_t last = (begin + bytes) / kLargePage * kLargePage;
+  if (first < last) {
+    madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+  }
+#endif
+}
+
+// A few hundred KiB, which the allocator would return to the system, and fault
+// in again, with every call. In a large page where the system has them: small
+// ones of a band of weights may share the sets of L2.
 char* thread_scratch(int64_t bytes) {
-  constexpr int64_t kLargePage = 2 << 20;
   static thread_local Buffer buffer;
   if (buffer.size < bytes) {
     std::free(buffer.data);
     buffer.size = 0;
-    const bool large = bytes > kLargePage / 8;
-    const int64_t page = large ? kLargePage : 4096;
+    const int64_t page = bytes > kLargePage / 8 ? kLargePage : 4096;
     const int64_t size = (bytes + page - 1) / page * page;
     buffer.data = static_cast<char*>(std::aligned_alloc(page, size));
     if (buffer.data == nullptr) {
       throw std::bad_alloc();
     }
-#ifdef MADV_HUGEPAGE
-    if (large) {
-      madvise(buffer.data, size, MADV_HUGEPAGE);
+    if (page == kLargePage) {
+      prefer_large_pages(buffer.data, size);
     }
-#endif
     buffer.size = size;
   }
   return buffer.data;
