@@ -43,6 +43,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "Bloom": dict(n_layer=2, n_head=4),
     "Cohere": {},  # tied, no config for the embedding
     "DeepseekV2": LATENT,
+    # vLLM's Transformers backend, where the router has two names.
+    "Dots1": dict(
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        first_k_dense_replace=1,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
+    ),
     "Falcon": {},
     "Gemma2": dict(head_dim=32),
     "Glm4Moe": dict(
@@ -51,6 +61,15 @@ MODELS: dict[str, dict[str, Any]] = {
         num_experts_per_tok=2,
         moe_intermediate_size=64,
         first_k_dense_replace=1,
+    ),
+    # A classifier that keeps the head of its base class, which no checkpoint has.
+    "JambaForSequenceClassification": dict(
+        num_experts=2,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+        mamba_d_state=16,
     ),
     "Llama": {},  # the embedding has no name
     "Mamba2": dict(
@@ -79,9 +98,10 @@ def test_every_architecture_loads(tmp_path: Path) -> None:
     """Embeddings and heads included: tensors that no layer wants are refused."""
     jobs: list[dict[str, Any]] = []
     for seed, (name, settings) in enumerate(MODELS.items()):
-        config = getattr(transformers, f"{name}Config")(**{**SIZES, **settings})
+        family, _, task = name.partition("For")
+        config = getattr(transformers, f"{family}Config")(**{**SIZES, **settings})
         torch.manual_seed(seed)
-        model = getattr(transformers, f"{name}ForCausalLM")(config)
+        model = getattr(transformers, f"{family}For{task or 'CausalLM'}")(config)
         source, dest = tmp_path / name, tmp_path / f"{name}-ternary"
         model.eval().save_pretrained(source)
         arguments = [str(source), str(dest), "--quantize", "absmean"]
