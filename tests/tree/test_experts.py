@@ -340,6 +340,17 @@ def test_unquantized_experts_stay_so() -> None:
     assert type(layer.quant_method).__name__ == "UnquantizedFusedMoEMethod"
 
 
+def test_tensors_for_experts_that_are_loaded() -> None:
+    """Not copied into the layout of the kernels, whatever its shape is."""
+    scheme = Scheme(block_size=32)
+    experts = Experts(69, 128, lambda _: scheme)
+    layer = experts.load(make_layer(SchemeTable(scheme), 128))
+    with pytest.raises(RuntimeError, match=f"{NAME} is loaded.*reload_weights"):
+        list(layer.load_weights(experts.tensors.items()))
+    x, weights, ids = routing(3, 69)
+    close(run(layer, x, weights, ids), experts.forward(x, weights, ids))
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_reload_in_place(tp: int) -> None:
     """The machinery of vLLM that reloads weights counts exactly what a layer needs."""

@@ -58,6 +58,7 @@ from .parameters import (
     check_all_loaded,
     checkpoint_name,
     cut_rows_with,
+    loaded_kind,
     logical_rows,
     mark_loaded,
     track_loading,
@@ -213,8 +214,9 @@ def _load_checked(
 
     """
     shard_id = shard[0] if shard else kwargs.get("loaded_shard_id")
-    kind, block = param.ternary_name, layer.ternary_scheme.block_size
-    name = f"{checkpoint_name(layer, shard_id)}.{kind}"
+    module, block = checkpoint_name(layer, shard_id), layer.ternary_scheme.block_size
+    kind = loaded_kind(param, module)
+    name = f"{module}.{kind}"
     rows, size_k = logical_rows(layer, shard_id), layer.input_size
     if rows is None and loaded_weight.ndim:
         rows = loaded_weight.shape[0]

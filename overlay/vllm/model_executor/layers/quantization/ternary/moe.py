@@ -47,6 +47,7 @@ from .parameters import (
     InputCut,
     check_values,
     checked_tensor,
+    loaded_kind,
     not_ternary,
     warn_reserved,
 )
@@ -357,7 +358,7 @@ def _load_expert(
     if local == -1:
         return False if return_success else None
     projection = "w2" if shard_id == "w2" else "w13"
-    kind = weight_name.rpartition(".")[2].removeprefix(f"{projection}_")
+    kind = loaded_kind(param, layer.layer_name)
     _, rows, size_k = layer.ternary_sizes[projection]
     module = {
         "w1": layer.ckpt_gate_proj_name,

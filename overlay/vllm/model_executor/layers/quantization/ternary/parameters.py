@@ -207,7 +207,7 @@ def _load_checked(
     """
     shard_id = shard[0] if shard else kwargs.get("loaded_shard_id")
     block = layer.ternary_scheme.block_size
-    kind = param.ternary_name
+    kind = loaded_kind(param, checkpoint_name(layer, shard_id))
     tensor = f"{checkpoint_name(layer, shard_id)}.{kind}"
     rows, size_k = logical_rows(layer, shard_id), layer.input_size
     one_for_all = block == "tensor" and kind != PACKED
@@ -228,6 +228,22 @@ def _load_checked(
         warn_reserved(cut.reserved_codes(loaded_weight), part, tensor)
     layer.ternary_layer_loader(layer, param, loaded_weight, *shard, **kwargs)
     mark_loaded(layer, kind, shard_id)
+
+
+def loaded_kind(param: torch.nn.Parameter, module: str) -> str:
+    """Last name of the checkpoint's tensor that a parameter is for.
+
+    Raises:
+        RuntimeError: the parameter is in the layout of the kernels already.
+
+    """
+    if not hasattr(param, "ternary_name"):
+        raise RuntimeError(
+            f"{module} is loaded, in the layout of its kernel, which takes no tensor "
+            "of a checkpoint. Give new weights to reload_weights of the workers "
+            "(weights_iterator or weights_path), not to load_weights of the model."
+        )
+    return param.ternary_name
 
 
 def check_values(
