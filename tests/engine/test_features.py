@@ -107,6 +107,26 @@ def test_dummy_then_reload_with_adapters(
     assert_same_greedy(again, expected["adapted"])
 
 
+def test_draft_model(
+    models: dict[str, str], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    """A whole ternary model drafts for another one, each by its own settings."""
+    speculation = {"model": models["b"], "method": "draft_model"}
+    ((tokens,),) = drive(
+        [
+            {
+                "model": models["a"],
+                "args": {
+                    "speculative_config": {**speculation, "num_speculative_tokens": 2}
+                },
+                "steps": [["generate"]],
+            }
+        ],
+        tmp_path / "log",
+    )
+    assert_same_greedy(tokens, expected["a"])
+
+
 @pytest.mark.skipif(
     DEVICE == "cuda" and torch.cuda.device_count() < 2, reason="needs two GPUs"
 )

@@ -5,6 +5,7 @@
 import re
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,15 @@ from transformers import LlamaConfig
 
 from lib.validate.ranks import LayerSpec, tensor_parallel
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers.linear import ColumnParallelLinear
+from vllm.config.quantization import resolve_quantization_config
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    UnquantizedLinearMethod,
+)
 from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.model_executor.layers.quantization.online.base import (
+    OnlineQuantizationConfig,
+)
 from vllm.model_executor.layers.quantization.ternary.checkpoint_files import (
     check_safetensors_files,
 )
@@ -98,6 +106,24 @@ def test_missing_tensor(missing: str) -> None:
         load(make_layer(), kept)
     for name in set(tensors) - set(kept):
         assert f"{NAME}.{name}" in str(e.value)
+
+
+@pytest.mark.parametrize("kind", ["ternary", "int8"])
+def test_tensors_for_a_layer_that_is_loaded(kind: str) -> None:
+    """They cannot be copied into the layout of a kernel; a reload takes them."""
+    layer = make_layer(Scheme(kind=kind, block_size="row"))
+    tensors = {
+        name: param.new_ones(param.shape) for name, param in layer.named_parameters()
+    }
+    load(layer, tensors)
+    held = {name: param.clone() for name, param in layer.named_parameters()}
+    for name, tensor in tensors.items():
+        with (
+            tensor_parallel(0, 1),
+            pytest.raises(RuntimeError, match=rf"{re.escape(NAME)}.*reload_weights"),
+        ):
+            getattr(layer, name).weight_loader(getattr(layer, name), tensor)
+    assert all(torch.equal(p, held[name]) for name, p in layer.named_parameters())
 
 
 def test_missing_part_of_a_fused_layer() -> None:
@@ -193,6 +219,43 @@ def test_load_formats_of_a_saved_model(load_format: str, method: str) -> None:
         pytest.raises(ValueError, match=f"load_format is {load_format}.*{method}"),
     ):
         ColumnParallelLinear(K, N, quant_config=quantization, prefix=NAME)
+
+
+@pytest.mark.parametrize("method", ["ternary", "bitnet"])
+def test_online_quantization_of_a_quantized_layer(method: str) -> None:
+    """--quantization-config is for what the checkpoint leaves unquantized."""
+    quantization = get_quantization_config(method).from_config(
+        {"quant_method": method, "modules_to_not_convert": ["plain"]}
+    )
+    args = resolve_quantization_config(method, {"linear": "fp8_per_tensor"})
+    quantization.online_quantization_config = OnlineQuantizationConfig(args)
+    with tensor_parallel(0, 1):
+        with pytest.raises(ValueError, match=f"quantize {NAME} again"):
+            ColumnParallelLinear(K, N, quant_config=quantization, prefix=NAME)
+        method_of = quantization.get_quant_method
+        plain = ColumnParallelLinear(K, N, prefix="plain")
+        assert isinstance(method_of(plain, "plain"), UnquantizedLinearMethod)
+        args.ignore = [NAME]
+        quantization.online_quantization_config = OnlineQuantizationConfig(args)
+        layer = ColumnParallelLinear(K, N, quant_config=quantization, prefix=NAME)
+    assert hasattr(layer, "ternary_scheme")
+
+
+@pytest.mark.parametrize("method", ["ternary", "bitnet"])
+def test_names_of_a_draft_model(method: str) -> None:
+    """A word that vLLM puts before them, of which the draft's settings know nothing."""
+    quantization = get_quantization_config(method).from_config(
+        {"quant_method": method, "modules_to_not_convert": ["model.layers.0"]}
+    )
+    config = VllmConfig(device_config=DeviceConfig(device="cpu"))
+    found = []
+    for runner in ("generate", "draft"):
+        config.model_config = SimpleNamespace(runner_type=runner)
+        with set_current_vllm_config(config), tensor_parallel(0, 1):
+            layer = ColumnParallelLinear(K, N, prefix="x")
+            method_of = quantization.get_quant_method
+            found.append(type(method_of(layer, f"draft_model.{NAME}")).__name__)
+    assert found[0] != found[1] == "UnquantizedLinearMethod"
 
 
 @pytest.mark.parametrize("method", ["ternary", "bitnet"])

@@ -3,6 +3,7 @@
 """What vLLM asks of an embedding or head besides looking up and multiplying."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,8 @@ from tokenizers.models import WordLevel
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from lib.validate.ranks import LayerSpec, load, tensor_parallel
+from vllm.compilation.backends import set_model_tag
+from vllm.config import get_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.quantization.ternary import TernaryConfig
 from vllm.model_executor.layers.quantization.ternary.schemes import (
@@ -137,6 +140,20 @@ def test_tied_head_of_a_model_with_further_tables() -> None:
     assert tokens.prefix == "model.embed_tokens"
     ternary = [hasattr(x, "packed_ternary_weight") for x in (tokens, positions, head)]
     assert ternary == [True, False, True]
+
+
+@pytest.mark.parametrize("tag", [None, "draft_model", "eagle_head"])
+def test_embedding_without_config_beside_a_speculator(tag: str | None) -> None:
+    """The target, and a draft that is a whole model, have their own config in force;
+    other drafts are made under the target's."""
+    config = get_current_vllm_config()
+    config.speculative_config = SimpleNamespace(method="any")
+    config.quant_config = TernaryConfig.from_config(
+        {"module_overrides": {"model.embed_tokens": {"kind": "ternary"}}}
+    )
+    with set_model_tag(tag) if tag else nullcontext():
+        layer = VocabParallelEmbedding(ROWS, HIDDEN, prefix="model.embed_tokens")
+    assert hasattr(layer, "packed_ternary_weight") is (tag != "eagle_head")
 
 
 @pytest.mark.parametrize("method", ["from_2_way_softmax", "no_post_processing"])

@@ -34,7 +34,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from .checkpoint_files import refuse_load_format
-from .config import TernaryConfig
+from .config import TernaryConfig, checkpoint_prefix
 from .linear import TernaryLinearMethod
 from .parameters import (
     PACKED,
@@ -178,6 +178,7 @@ class BitNetConfig(TernaryConfig):
         self, layer: torch.nn.Module, prefix: str
     ) -> QuantizeMethodBase | None:
         refuse_load_format(self.get_name())
+        prefix = checkpoint_prefix(prefix)
         method: QuantizeMethodBase | None = None
         scheme = UNQUANTIZED
         if isinstance(layer, LinearBase):
@@ -198,6 +199,7 @@ class BitNetConfig(TernaryConfig):
             method = BitNetLinearMethod(scheme, self.weight_format)
         elif not isinstance(layer, VocabParallelEmbedding):
             return None
+        self.refuse_requantization(layer, prefix, scheme)
         self.report.add(layer, prefix, scheme.describe())
         return method
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedConfig
 
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import QuantizationMethods
@@ -32,7 +33,18 @@ if TYPE_CHECKING:
     from vllm.model_executor.models.utils import WeightsMapper
 
 
+# What vLLM puts before the names of a draft model that is a whole model.
+_DRAFT_PREFIX = "draft_model."
 TOKEN_EMBEDDINGS = ("embed_tokens", "embeddings", "word_embeddings", "wte")
+
+
+def checkpoint_prefix(prefix: str) -> str:
+    """A module's name as the settings of its own model know it."""
+    config = get_current_vllm_config_or_none()
+    model = None if config is None else config.model_config
+    if model is not None and model.runner_type == "draft":
+        return prefix.removeprefix(_DRAFT_PREFIX)
+    return prefix
 
 
 class TernaryConfig(QuantizationConfig):
@@ -122,6 +134,7 @@ class TernaryConfig(QuantizationConfig):
         self, layer: torch.nn.Module, prefix: str
     ) -> QuantizeMethodBase | None:
         refuse_load_format(self.get_name())
+        prefix = checkpoint_prefix(prefix)
         strict, packed_modules = self.schemes.strict, self.packed_modules_mapping
         method: QuantizeMethodBase | None = None
         if isinstance(layer, LinearBase):
@@ -150,8 +163,26 @@ class TernaryConfig(QuantizationConfig):
                 method = TernaryEmbeddingMethod(scheme, strict)
         else:
             return None
+        self.refuse_requantization(layer, prefix, scheme)
         self.report.add(layer, prefix, scheme.describe())
         return method
+
+    def refuse_requantization(
+        self, layer: torch.nn.Module, prefix: str, scheme: Scheme
+    ) -> None:
+        """Raises ValueError where --quantization-config names a quantized layer."""
+        online = self.online_quantization_config
+        if online is None or scheme.kind == "unquantized":
+            return
+        online.packed_modules_mapping = self.packed_modules_mapping
+        if isinstance(layer, LinearBase) and online.resolve_quant_method_cls(
+            type(layer), prefix
+        ):
+            raise ValueError(
+                f"--quantization-config would quantize {prefix} again, which the "
+                f"checkpoint stores as {scheme.describe()}. Leave it out, or name the "
+                "module in its ignore list."
+            )
 
     def vocab_name(
         self, layer: VocabParallelEmbedding, prefix: str, is_head: bool
