@@ -20,6 +20,7 @@ import torch
 # Asks the platform when it is imported, and a stand-in for a GPU cannot answer all.
 import vllm.model_executor.layers.quantization.online.fp8  # noqa: F401
 from vllm import _custom_ops
+from vllm.model_executor.kernels.linear.scaled_mm import triton as triton_kernel
 from vllm.model_executor.layers.quantization.compressed_tensors import (
     triton_scaled_mm as triton_module,
 )
@@ -145,6 +146,7 @@ def machete_mm(
 
 
 def cutlass_scaled_mm(out, a, b, a_scales, b_scales, bias):
+    assert not current_platform.has_device_capability(100)  # it has FP8 alone there
     assert a.dtype == b.dtype == torch.int8 and a.shape[1] == b.shape[0]
     assert a.stride(1) == 1 and out.stride(1) == 1 and b.stride(0) == 1
     assert out.stride(0) % 16 == 0 and b.stride(1) % 16 == 0
@@ -215,5 +217,6 @@ def cuda(major: int, minor: int) -> Iterator[None]:
             "get_marlin_workspace",
             lambda device: torch.zeros(4 * PROCESSORS, dtype=torch.int32),
         )
-        patch.setattr(triton_module, "triton_scaled_mm", triton_scaled_mm)
+        for module in (triton_module, triton_kernel):
+            patch.setattr(module, "triton_scaled_mm", triton_scaled_mm)
         yield

@@ -27,6 +27,7 @@ from vllm.model_executor.model_loader.reload import (
 DTYPES = [torch.float16, torch.bfloat16]
 MACHETE, MARLIN = "MacheteLinearKernel", "MarlinLinearKernel"
 CUTLASS = "CutlassInt8ScaledMMLinearKernel"
+TRITON = "TritonInt8ScaledMMLinearKernel"
 
 
 def scheme(block: fmt.BlockSize, bits: int | None = None) -> Scheme:
@@ -131,8 +132,11 @@ def test_mixed_model(name: str, tp: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", EIGHT_BITS)
 def test_8_bit_activations(name: str, tp: int, dtype: torch.dtype) -> None:
-    """CUTLASS, or where a size is no multiple of 16, Triton in its place."""
+    """CUTLASS, or where a size is no multiple of 16, Triton in its place; CUTLASS has
+    no int8 from compute capability 10.0 on."""
     assert check(EIGHT_BITS[name], tp, dtype) == {CUTLASS}
+    assert check(EIGHT_BITS[name], tp, dtype, (10, 0)) == {TRITON}
+    assert check(EIGHT_BITS[name], tp, dtype, (12, 0)) == {TRITON}
 
 
 @pytest.mark.parametrize("capability", [(8, 6), (9, 0), (10, 0)], ids=str)

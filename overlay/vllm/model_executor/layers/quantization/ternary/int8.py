@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from vllm.model_executor.kernels.linear import (
     CPUInt8ScaledMMLinearKernel,
     MPLinearLayerConfig,
+    TritonInt8ScaledMMLinearKernel,
     choose_mp_linear_kernel,
     init_int8_linear_kernel,
 )
@@ -384,6 +385,11 @@ class _W8A8Kernel(_Kernel):
             input_symmetric=True,
             module_name="TernaryInt8LinearMethod",
         )
+        if current_platform.is_cuda() and current_platform.has_device_capability(100):
+            # vLLM chooses CUTLASS there, too, which has no int8 product for it.
+            self.kernel = TritonInt8ScaledMMLinearKernel(
+                self.kernel.config, self.kernel.layer_param_names
+            )
 
     def prepare(self, layer: torch.nn.Module) -> None:
         for name in ("input_scale", "input_zero_point"):
