@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Devices, memory with guard pages, launches, tensor maps: the CUDA API.
+// Devices, memory with guard pages, launches: the CUDA API.
 #include <sys/mman.h>
 
 #include <cstdio>
@@ -84,77 +84,32 @@ cudaError_t allow_shared(const void* kernel, int bytes) {
   return cudaSuccess;
 }
 
-struct Attributes {
-  unsigned size = 1;  // of a cluster
-  bool dependent = false;
-  explicit Attributes(const cudaLaunchConfig_t& c) {
-    for (unsigned i = 0; i < c.numAttrs; ++i) {
-      const auto& a = c.attrs[i];
-      if (a.id == cudaLaunchAttributeClusterDimension)
-        size = a.val.clusterDim.x;
-      dependent |= a.id == cudaLaunchAttributeProgrammaticStreamSerialization;
-    }
-  }
-};
-
 int active_clusters(const cudaLaunchConfig_t& c) {
   const int blocks = c.dynamicSmemBytes <= 113 << 10 ? 2 : 1;
-  return kDevices[device].processors * blocks / int(Attributes(c).size);
+  return kDevices[device].processors * blocks / int(Attributes(c).cluster);
 }
 
-cudaError_t launch(const cudaLaunchConfig_t& c, const void* kernel,
-                   void (*thread)(const void*), const void* argument) {
+cudaError_t launch(const cudaLaunchConfig_t& c, const void* kernel, Arguments,
+                   void (*thread)(const void*), const void* closure) {
   const Attributes a(c);
   const dim3 &grid = c.gridDim, &block = c.blockDim;
   const unsigned threads = block.x * block.y * block.z;
   const auto limit = allowed.find({kernel, device});
   const size_t most = limit == allowed.end() ? 48 << 10 : limit->second;
-  if (threads < 1 || threads > 1024 || threads % 32 || a.size < 1 ||
-      a.size > kMaxCluster || grid.x % a.size || grid.x < 1 || grid.y < 1 ||
-      grid.z < 1 || grid.y > 65535 || grid.z > 65535 ||
+  if (threads < 1 || threads > 1024 || threads % 32 || a.cluster < 1 ||
+      a.cluster > kMaxCluster || grid.x % a.cluster || grid.x < 1 ||
+      grid.y < 1 || grid.z < 1 || grid.y > 65535 || grid.z > 65535 ||
       c.dynamicSmemBytes > most ||
-      ((a.size > 1 || a.dependent) && kDevices[device].capability < 90)) {
+      ((a.cluster > 1 || a.dependent) && kDevices[device].capability < 90)) {
     message = "invalid launch";
     return cudaErrorInvalidValue;
   }
   const unsigned seed = first_seed * 7919u + ++launches;
-  message = run(c, a.size, a.dependent, seed, thread, argument);
+  message = run(c, a.cluster, a.dependent, seed, thread, closure);
   return message.empty() ? cudaSuccess : cudaErrorLaunchFailure;
 }
 
 }  // namespace emu
-
-// The driver's conditions on 2-D maps without interleave.
-CUresult cuTensorMapEncodeTiled(
-    CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* base,
-    const cuuint64_t* dims, const cuuint64_t* strides, const cuuint32_t* box,
-    const cuuint32_t* steps, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,
-    CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
-  const int bytes = type == CU_TENSOR_MAP_DATA_TYPE_UINT8   ? 1
-                    : type == CU_TENSOR_MAP_DATA_TYPE_INT32 ? 4
-                                                            : 2;
-  const bool swizzled = swizzle == CU_TENSOR_MAP_SWIZZLE_128B;
-  if (rank != 2 || uintptr_t(base) % 16 || strides[0] % 16 ||
-      strides[0] >= uint64_t(1) << 40 || steps[0] != 1 || steps[1] != 1 ||
-      box[0] * bytes % 16 || (swizzled && box[0] * bytes > 128)) {
-    return CUDA_ERROR_INVALID_VALUE;
-  }
-  for (int i = 0; i < 2; ++i) {
-    if (dims[i] < 1 || dims[i] > uint64_t(1) << 32 || box[i] < 1 ||
-        box[i] > 256) {
-      return CUDA_ERROR_INVALID_VALUE;
-    }
-  }
-  *map = {static_cast<uint8_t*>(base),
-          dims[1],
-          dims[0],
-          strides[0],
-          box[1],
-          box[0],
-          bytes,
-          swizzled};
-  return CUDA_SUCCESS;
-}
 
 const char* cudaGetErrorString(cudaError_t) { return emu::message.c_str(); }
 cudaError_t cudaGetLastError() {

@@ -2,8 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What the CUDA kernels' host code launches, for devices and sizes of every kind.
 
-g++ compiles csrc/quantization/ternary with stand-ins for CUDA's headers
-(cuda_plans/cuda_stubs.h); the host code then runs for made-up devices, and every launch
+g++ compiles csrc/quantization/ternary with the emulator's headers in place of CUDA's
+(tests/emulate/include); the host code then runs for made-up devices, and every launch
 is checked: each output once, each k once and in no empty part, grids, clusters, shared
 memory and tensor maps within the limits of CUDA and of the device, indices within their
 types. No kernel runs.
@@ -27,7 +27,10 @@ from lib.toolchain import find_cxx
 
 SOURCES = Path(__file__).parents[2] / "csrc/quantization/ternary"
 HERE = Path(__file__).parent / "cuda_plans"
-CUDA_HEADERS = ["cuda", "cuda_runtime", "cuda_runtime_api", "cuda_fp16", "cuda_bf16"]
+EMULATE = Path(__file__).parents[1] / "emulate"
+# Device code compiles without its inline assembly: `asm(...)` is nothing, and
+# `asm volatile(...)` becomes `asm("")`.
+NO_ASSEMBLY = ["-Dasm(...)=", '-Dvolatile(...)=("")', "-D__shared__="]
 # Sources whose names do not clash, compiled together: the headers are read once.
 UNITS = [
     ["mma_gemm", "mma_gemm_half", "mma_gemm_bfloat16"],
@@ -147,14 +150,13 @@ class Plans:
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plans]:
     folder = tmp_path_factory.mktemp("plans")
-    for name in CUDA_HEADERS:
-        (folder / f"{name}.h").write_text('#include "cuda_stubs.h"\n')
-    files = [HERE / "plans.cpp", HERE / "checks.cpp"]
+    files = [HERE / "plans.cpp", HERE / "checks.cpp", EMULATE / "tensor_map.cpp"]
     for i, unit in enumerate(UNITS):
         files.append(folder / f"unit{i}.cpp")
         files[-1].write_text("".join(f'#include "{name}.cu"\n' for name in unit))
-    command = [find_cxx().path, "-std=c++20", "-fPIC", "-w"]
-    command += [f"-I{path}" for path in (folder, HERE, SOURCES)]
+    command = [find_cxx().path, "-std=c++20", "-fPIC", "-w", *NO_ASSEMBLY]
+    command += [f"-I{path}" for path in (EMULATE / "include", HERE, SOURCES)]
+    command += ["-include", "cuda_runtime.h"]  # as nvcc does
 
     def compile_file(path: Path) -> str:
         out = str(folder / path.stem) + ".o"

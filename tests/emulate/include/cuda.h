@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// Tensor maps: the encoder keeps its arguments, and refuses what the driver
-// would.
+// Tensor maps (tensor_map.cpp): the encoder keeps its arguments, and refuses
+// what the driver would.
 #pragma once
 
 #include <cstdint>
@@ -31,6 +31,9 @@ struct CUtensorMap {
   uint32_t box_rows, box_cols;
   int element_bytes;
   bool swizzled;
+  uint64_t box_bytes() const {
+    return uint64_t(box_rows) * box_cols * element_bytes;
+  }
 };
 
 CUresult cuTensorMapEncodeTiled(

@@ -9,7 +9,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <type_traits>
+#include <typeinfo>
 
 #include "cuda_runtime_api.h"
 
@@ -90,14 +92,42 @@ struct cudaLaunchConfig_t {
 namespace emu {
 
 cudaError_t allow_shared(const void* kernel, int bytes);
+// What a launch's attributes ask for.
+struct Attributes {
+  unsigned cluster = 1;
+  bool dependent = false;
+  explicit Attributes(const cudaLaunchConfig_t& c) {
+    for (unsigned i = 0; i < c.numAttrs; ++i) {
+      if (c.attrs[i].id == cudaLaunchAttributeClusterDimension) {
+        cluster = c.attrs[i].val.clusterDim.x;
+      } else {
+        dependent = true;
+      }
+    }
+  }
+};
+
+// An argument of a kernel.
+struct Argument {
+  const std::type_info* type;
+  const void* data;
+  size_t bytes;
+};
+using Arguments = std::initializer_list<Argument>;
+
+// thread(closure) is one thread of the launch.
 cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel,
-                   void (*thread)(const void*), const void* argument);
-template <typename Thread>
-cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel,
-                   const Thread& thread) {
+                   Arguments arguments, void (*thread)(const void*),
+                   const void* closure);
+template <typename... P, typename... A>
+cudaError_t launch(const cudaLaunchConfig_t& config, void (*kernel)(P...),
+                   const A&... args) {
+  const auto thread = [&] { kernel(args...); };
+  using Thread = decltype(thread);
   return launch(
-      config, kernel, [](const void* t) { (*static_cast<const Thread*>(t))(); },
-      &thread);
+      config, reinterpret_cast<const void*>(kernel),
+      {{&typeid(A), &args, sizeof(A)}...},
+      [](const void* t) { (*static_cast<Thread*>(t))(); }, &thread);
 }
 int active_clusters(const cudaLaunchConfig_t& config);
 
@@ -109,8 +139,7 @@ struct Launch {
       : config{grid, block, shared, stream, nullptr, 0} {}
   template <typename... P, typename... A>
   void operator()(void (*kernel)(P...), const A&... args) const {
-    launch(config, reinterpret_cast<const void*>(kernel),
-           [&] { kernel(args...); });
+    launch(config, kernel, args...);
   }
 };
 
@@ -181,9 +210,8 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, K*,
 }
 template <typename... P, typename... A>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config,
-                               void (*kernel)(P...), A... args) {
-  return emu::launch(*config, reinterpret_cast<const void*>(kernel),
-                     [&] { kernel(args...); });
+                               void (*kernel)(P...), const A&... args) {
+  return emu::launch(*config, kernel, args...);
 }
 
 // --- Intrinsics

@@ -139,28 +139,34 @@ void with_config(int row_tiles, int tokens, F f) {
   fail_with("no such tile", row_tiles, tokens);
 }
 
+const char* base_of(const CUtensorMap& m) {
+  return reinterpret_cast<const char*>(m.base);
+}
+
 void check_maps(const CUtensorMap& x, const CUtensorMap& w, const Sizes& s,
                 int64_t x_cols, int64_t x_stride, int64_t row_begin,
                 int64_t rows) {
-  REQUIRE(x.base == s.x && x.rows == uint64_t(s.parts) * s.M, x.rows);
-  REQUIRE(int64_t(x.cols) == x_cols && int64_t(x.stride) == x_stride, x.cols);
-  REQUIRE(w.base == s.weight + row_begin / 16 * s.K_pad * 4, row_begin);
+  REQUIRE(base_of(x) == s.x && x.rows == uint64_t(s.parts) * s.M, x.rows);
+  REQUIRE(int64_t(x.cols) == x_cols && int64_t(x.row_bytes) == x_stride,
+          x.cols);
+  REQUIRE(base_of(w) == s.weight + row_begin / 16 * s.K_pad * 4, row_begin);
   REQUIRE(int64_t(w.rows) == rows / 16 && int64_t(w.cols) == s.K_pad, w.rows);
-  REQUIRE(int64_t(w.stride) == int64_t(s.K_pad) * 4, w.stride);
+  REQUIRE(int64_t(w.row_bytes) == int64_t(s.K_pad) * 4, w.row_bytes);
 }
 
 void check_scale_map(const CUtensorMap& m, const Sizes& s, int64_t row_begin,
                      int64_t rows) {
-  REQUIRE(m.base == s.scale + row_begin * s.scale_bytes, row_begin);
+  REQUIRE(base_of(m) == s.scale + row_begin * s.scale_bytes, row_begin);
   REQUIRE(int64_t(m.rows) == s.num_blocks && int64_t(m.cols) == rows, m.cols);
-  REQUIRE(int64_t(m.stride) == int64_t(s.N_pad) * s.scale_bytes, m.stride);
+  REQUIRE(int64_t(m.row_bytes) == int64_t(s.N_pad) * s.scale_bytes,
+          m.row_bytes);
   REQUIRE(m.element_bytes == s.scale_bytes, m.element_bytes);
 }
 
 void check_y_map(const CUtensorMap& m, const Sizes& s, int64_t begin,
                  int64_t rows) {
-  REQUIRE(m.base == s.y + begin * 2 && int64_t(m.rows) == s.M, begin);
-  REQUIRE(int64_t(m.cols) == rows && int64_t(m.stride) == int64_t(s.N) * 2,
+  REQUIRE(base_of(m) == s.y + begin * 2 && int64_t(m.rows) == s.M, begin);
+  REQUIRE(int64_t(m.cols) == rows && int64_t(m.row_bytes) == int64_t(s.N) * 2,
           rows);
 }
 

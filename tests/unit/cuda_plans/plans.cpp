@@ -10,6 +10,7 @@
 
 #include <map>
 
+#include "cuda_fp16.h"
 #include "gemm_dispatch.h"
 #include "mma_gemm.h"
 #include "mma_s8.h"
@@ -75,7 +76,21 @@ std::vector<int> shape_of(const std::string& name, const std::string& type) {
 
 // --- CUDA, as far as the host code asks it ---------------------------------
 
-void record(Launch launch) { launches.push_back(std::move(launch)); }
+namespace emu {
+
+cudaError_t launch(const cudaLaunchConfig_t& c, const void* kernel,
+                   Arguments arguments, void (*)(const void*), const void*) {
+  const Attributes a(c);
+  ::Launch l{kernel,    c.gridDim,  c.blockDim, c.dynamicSmemBytes,
+             a.cluster, a.dependent};
+  for (const Argument& argument : arguments) {
+    const char* data = static_cast<const char*>(argument.data);
+    l.arguments.emplace_back(*argument.type,
+                             std::vector<char>(data, data + argument.bytes));
+  }
+  launches.push_back(std::move(l));
+  return cudaSuccess;
+}
 
 cudaError_t allow_shared(const void* kernel, int bytes) {
   if (bytes > device_now().shared) return cudaErrorInvalidValue;
@@ -83,17 +98,35 @@ cudaError_t allow_shared(const void* kernel, int bytes) {
   return cudaSuccess;
 }
 
-int fitting_clusters(unsigned size, int threads, size_t shared) {
+int active_clusters(const cudaLaunchConfig_t& c) {
   const Device& d = device_now();
+  const int size = int(Attributes(c).cluster);
   const int blocks =
-      std::min(2048 / threads, int((d.shared + 1024) / (shared + 1024)));
+      std::min(2048 / int(c.blockDim.x),
+               int((d.shared + 1024) / (c.dynamicSmemBytes + 1024)));
   if (size == 1) return d.processors * blocks;
   // A cluster lies in one group of multiprocessors.
   const int whole = d.processors / d.cluster_group;
   const int rest = d.processors % d.cluster_group;
-  return whole * (d.cluster_group * blocks / int(size)) +
-         rest * blocks / int(size);
+  return whole * (d.cluster_group * blocks / size) + rest * blocks / size;
 }
+
+// What device code calls, which never runs.
+const float* const half_values = nullptr;
+int lane() { abort(); }
+void sync_block() { abort(); }
+void fail(const char*, ...) { abort(); }
+void meet(uint32_t, const char*, void*, void (*)(void* const*, uint32_t)) {
+  abort();
+}
+
+}  // namespace emu
+
+uint3 threadIdx, blockIdx;
+dim3 blockDim, gridDim;
+
+const char* cudaGetErrorString(cudaError_t) { return "error"; }
+cudaError_t cudaGetLastError() { return cudaSuccess; }
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr what, int i) {
   const Device& d = devices[i];
@@ -110,35 +143,6 @@ cudaError_t cudaGetDriverEntryPointByVersion(
   *fn = reinterpret_cast<void*>(&cuTensorMapEncodeTiled);
   *found = cudaDriverEntryPointSuccess;
   return cudaSuccess;
-}
-
-// The conditions of the CUDA driver API's documentation.
-CUresult cuTensorMapEncodeTiled(
-    CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* base,
-    const cuuint64_t* dims, const cuuint64_t* strides, const cuuint32_t* box,
-    const cuuint32_t* steps, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,
-    CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
-  const int bytes = type == CU_TENSOR_MAP_DATA_TYPE_UINT8   ? 1
-                    : type == CU_TENSOR_MAP_DATA_TYPE_INT32 ? 4
-                                                            : 2;
-  bool ok = rank == 2 && uintptr_t(base) % 16 == 0;
-  for (int i = 0; i < 2; ++i) {
-    ok = ok && dims[i] >= 1 && dims[i] <= (uint64_t(1) << 32) && box[i] >= 1 &&
-         box[i] <= 256 && steps[i] == 1;
-  }
-  const uint64_t inner = uint64_t(box[0]) * bytes;
-  ok = ok && strides[0] % 16 == 0 && strides[0] < (uint64_t(1) << 40) &&
-       strides[0] >= dims[0] * bytes && inner % 16 == 0 &&
-       (swizzle == CU_TENSOR_MAP_SWIZZLE_NONE || inner <= 128);
-  if (!ok) return CUDA_ERROR_INVALID_VALUE;
-  *map = {static_cast<const char*>(base),
-          dims[0],
-          dims[1],
-          strides[0],
-          box[0],
-          box[1],
-          bytes};
-  return CUDA_SUCCESS;
 }
 
 void check_launch(const Launch& l) {

@@ -5,8 +5,34 @@
 #pragma once
 
 #include <sstream>
+#include <stdexcept>
+#include <string>
+#include <typeindex>
+#include <utility>
+#include <vector>
 
-#include "cuda_stubs.h"
+#include "cuda.h"
+#include "cuda_runtime.h"
+
+struct Launch {
+  const void* kernel;
+  dim3 grid, block;
+  size_t shared;
+  unsigned cluster;
+  bool pdl;
+  std::vector<std::pair<std::type_index, std::vector<char>>> arguments;
+
+  // The n-th argument of type T.
+  template <typename T>
+  const T* find(int n = 0) const {
+    for (const auto& [type, bytes] : arguments) {
+      if (type == std::type_index(typeid(T)) && n-- == 0) {
+        return reinterpret_cast<const T*>(bytes.data());
+      }
+    }
+    return nullptr;
+  }
+};
 
 struct Device {
   int capability, processors, shared, cluster_group;
