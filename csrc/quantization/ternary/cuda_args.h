@@ -17,26 +17,13 @@
 
 #include <cstdint>
 #include <optional>
-#include <string>
 
 #include "cuda_common.h"
+#include "ternary_common.h"
 
 namespace vllm::ternary {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 constexpr int64_t kRowAlign = 64, kKAlign = 128;
-
-inline int64_t round_up(int64_t v, int64_t m) { return (v + m - 1) / m * m; }
-
-inline std::string shape_of(const Tensor& t) {
-  std::string s = "[";
-  for (int64_t i = 0; i < t.dim(); ++i) {
-    s += (i ? ", " : "") + std::to_string(t.size(i));
-  }
-  return s + "]";
-}
 
 inline DType float_type(const Tensor& t, const char* name) {
   switch (t.scalar_type()) {
@@ -92,11 +79,11 @@ inline Weight check_weight(const Tensor& weight, const Tensor& scale,
   STD_TORCH_CHECK(
       weight.scalar_type() == ScalarType::Int && weight.is_contiguous() &&
           weight.numel() == int64_t(w.N_pad) * w.K_pad / 16,
-      "weight ", shape_of(weight), " is not a [", size_n, ", ", size_k,
+      "weight ", shape_name(weight), " is not a [", size_n, ", ", size_k,
       "] weight in the CUDA layout (int32 [N_pad/16, K_pad/128, 32, 4])");
   STD_TORCH_CHECK(scale.is_contiguous() && scale.dim() == 2 &&
                       scale.size(0) == w.num_blocks && scale.size(1) == w.N_pad,
-                  "scale ", shape_of(scale), " must be contiguous [",
+                  "scale ", shape_name(scale), " must be contiguous [",
                   w.num_blocks, ", ", w.N_pad, "] for K = ", size_k,
                   " in blocks of ", block_size);
   STD_TORCH_CHECK(weight.is_cuda() && scale.is_cuda() &&
@@ -115,7 +102,7 @@ inline Weight check_weight(const Tensor& weight, const Tensor& scale,
             same_device(*zero_point, weight) && zero_point->is_contiguous() &&
             zero_point->dim() == 2 && zero_point->size(0) == w.num_blocks &&
             zero_point->size(1) == w.N_pad,
-        "zero_point ", shape_of(*zero_point), " must be contiguous float32 [",
+        "zero_point ", shape_name(*zero_point), " must be contiguous float32 [",
         w.num_blocks, ", ", w.N_pad, "] on weight's device");
     w.zero_point = static_cast<const float*>(zero_point->data_ptr());
   }
@@ -127,11 +114,12 @@ inline void check_activation(const Tensor& x, const Tensor& weight,
   STD_TORCH_CHECK(
       x.is_cuda() && x.get_device_index() == weight.get_device_index(),
       "x and weight must be on one CUDA device");
-  STD_TORCH_CHECK(x.dim() == 2 && x.size(1) == size_k, "x ", shape_of(x),
+  STD_TORCH_CHECK(x.dim() == 2 && x.size(1) == size_k, "x ", shape_name(x),
                   " must be [M, ", size_k, "]");
   STD_TORCH_CHECK(x.scalar_type() == ScalarType::Half ||
                       x.scalar_type() == ScalarType::BFloat16,
-                  "x must be float16 or bfloat16 on CUDA");
+                  "x must be float16 or bfloat16 on CUDA (--dtype), not ",
+                  dtype_name(x.scalar_type()));
   STD_TORCH_CHECK(x.size(0) < (1 << 30), "x has too many rows: ", x.size(0));
 }
 
@@ -139,7 +127,7 @@ inline void check_activation(const Tensor& x, const Tensor& weight,
 inline const void* check_bias(const std::optional<Tensor>& bias,
                               const Tensor& x, int64_t size_n, Tensor& keep) {
   if (!bias) return nullptr;
-  STD_TORCH_CHECK(bias->numel() == size_n, "bias ", shape_of(*bias),
+  STD_TORCH_CHECK(bias->numel() == size_n, "bias ", shape_name(*bias),
                   " must hold ", size_n, " values");
   STD_TORCH_CHECK(same_device(*bias, x), "bias must be on x's device");
   keep = *bias;
@@ -237,7 +225,7 @@ inline W2A8Call w2a8_call(const Tensor& x, const Tensor& weight,
                         same_device(*norm_weight, x) &&
                         norm_weight->size(0) >= 1 &&
                         norm_weight->size(1) == size_k,
-                    "norm_weight ", shape_of(*norm_weight),
+                    "norm_weight ", shape_name(*norm_weight),
                     " must be contiguous [parts, ", size_k, "] on x's device");
     parts = norm_weight->size(0);
   }

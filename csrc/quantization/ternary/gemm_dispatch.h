@@ -17,7 +17,7 @@ void dispatch_gemm(const GemmArgs& args);
 bool sm90_gemm_supported(const GemmArgs& args);
 void sm90_gemm(const GemmArgs& args, const int64_t* cut = nullptr);
 
-// The same with quantization in front; `args` reads what `quant` writes.
+// dispatch_gemm with quantization in front; `args` reads what `quant` writes.
 void dispatch_w2a8(const QuantArgs& quant, const W2A8Args& args);
 
 // The Hopper kernel for many quantized tokens, likewise; cuts as in sm90_s8.h.

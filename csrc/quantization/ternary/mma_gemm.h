@@ -17,7 +17,7 @@ struct MmaConfig {
   bool pdl = true;  // start before the kernel ahead has ended (sm_90 and later)
 };
 
-// False for scale blocks that are no multiple of 32 (or absurdly long rows).
+// False for scale blocks that are no multiple of 32 (or absurd sizes).
 bool mma_supported(const GemmArgs& args);
 
 // Enqueues the product on args.stream; throws std::runtime_error if it cannot.

@@ -7,9 +7,8 @@
 // A word of sixteen codes is the whole A operand of one instruction: two bits
 // of each byte, so one mask makes a register, and registers 1 and 3
 // (rows 8..15) are left at 4 times the code, which saves a shift and is divided
-// out of the sums. The cut of the work, the runs of granules and the
-// fixed-order sums are those of mma_gemm.cuh; its ring is filled by bulk copies
-// here.
+// out of the sums. The cut of the work, the runs of granules, the ring and the
+// fixed-order sums are those of mma_gemm.cuh.
 #pragma once
 
 #include "mma_s8_stage.cuh"

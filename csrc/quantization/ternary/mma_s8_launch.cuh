@@ -68,7 +68,7 @@ template <typename T, S8Scale kScale, S8Input kInput>
 void launch_s8_int8(const S8Args& a, const MmaConfig& c) {
   if (launch_s8_fastest<T, kScale, kInput>(a, c)) return;
   if (!launch_s8<S8Shape<T, kScale, kInput, 1, 2, 8, 4, 2, 2>>(a, c)) {
-    throw std::runtime_error("ternary_gemm: too little shared memory");
+    throw std::runtime_error("ternary_gemm_w2a8: too little shared memory");
   }
 }
 

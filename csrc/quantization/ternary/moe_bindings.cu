@@ -3,40 +3,16 @@
 //
 // The op ternary_moe_gemm, which exists on CUDA only; moe_gemm.h says what it
 // computes.
-#ifndef USE_CUDA
-  #define USE_CUDA  // declares the stream accessor in shim.h
-#endif
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <algorithm>
 #include <optional>
 
+#include "cuda_args.h"
 #include "moe_gemm.h"
-#include "ternary_common.h"
 
 namespace vllm::ternary {
 namespace {
 
 constexpr const char* kOp = "ternary_moe_gemm";
-
-DType dtype_of(const Tensor& t, const char* name) {
-  switch (t.scalar_type()) {
-    case ScalarType::Half:
-      return DType::kHalf;
-    case ScalarType::BFloat16:
-      return DType::kBFloat16;
-    case ScalarType::Float:
-      return DType::kFloat;
-    default:
-      fail(kOp, ": ", name, " is ", dtype_name(t.scalar_type()),
-           "; it must be float16, bfloat16 or float32");
-  }
-}
 
 void check_int32(const Tensor& t, const char* name) {
   TERNARY_CHECK(
@@ -66,7 +42,8 @@ Tensor ternary_moe_gemm(
                 "] on a CUDA device is expected");
   TERNARY_CHECK(x.scalar_type() == ScalarType::Half ||
                     x.scalar_type() == ScalarType::BFloat16,
-                kOp, ": x must be float16 or bfloat16");
+                kOp, ": x must be float16 or bfloat16 (--dtype), not ",
+                dtype_name(x.scalar_type()));
   TERNARY_CHECK(x.stride(1) == 1 && x.stride(0) % 8 == 0 &&
                     reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0,
                 kOp,
@@ -91,7 +68,7 @@ Tensor ternary_moe_gemm(
       kOp, ": weight has shape ", shape_name(weight),
       "; experts in the layout of ternary_layout_cuda.py are expected");
   check_per_block(scale, "scale", count, a);
-  a.scale_dtype = dtype_of(scale, "scale");
+  a.scale_dtype = float_type(scale, "scale");
   if (zero_point) {
     check_per_block(*zero_point, "zero_point", count, a);
     TERNARY_CHECK(zero_point->scalar_type() == ScalarType::Float, kOp,
@@ -129,7 +106,7 @@ Tensor ternary_moe_gemm(
   if (routes == 0 || a.blocks == 0) return y;
   a.x = x.data_ptr();
   a.ldx = x.stride(0);
-  a.dtype = dtype_of(x, "x");
+  a.dtype = float_type(x, "x");
   a.weight = static_cast<const int32_t*>(weight.data_ptr());
   a.scale = scale.data_ptr();
   a.sorted_routes = static_cast<const int32_t*>(sorted_routes.data_ptr());
@@ -138,10 +115,7 @@ Tensor ternary_moe_gemm(
   a.y = y.data_ptr();
   a.routes = int(routes);
   a.top_k = int(top_k);
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(
-      aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
-  a.stream = static_cast<cudaStream_t>(stream);
+  a.stream = current_stream(x);
   moe_gemm(a);
   return y;
 }

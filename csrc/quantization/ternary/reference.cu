@@ -2,8 +2,8 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
 // The naive kernels: one thread computes one output by the definition of the
-// format. They are the tests' second opinion and the first row of
-// docs/kernels.md; nothing else calls them.
+// format. They are the tests' second opinion, and take what no other kernel
+// does (scale blocks that are no multiple of 32).
 #include "cuda_common.cuh"
 
 namespace vllm::ternary {

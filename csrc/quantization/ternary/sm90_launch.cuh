@@ -30,7 +30,8 @@ inline EncodeTiled encode_tiled() {
         "ternary kernels: cuTensorMapEncodeTiled");
     if (found != cudaDriverEntryPointSuccess) {
       throw std::runtime_error(
-          "ternary kernels: the driver has no cuTensorMapEncodeTiled");
+          "ternary kernels: the driver has no cuTensorMapEncodeTiled; it must "
+          "be one for CUDA 12 or newer");
     }
     return reinterpret_cast<EncodeTiled>(p);
   }();

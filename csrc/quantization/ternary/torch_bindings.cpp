@@ -4,7 +4,7 @@
 // Schemas of the ternary ops, and the entry point that makes
 // `import vllm._ternary_C` load this library. The implementations register
 // themselves: csrc/cpu/ternary/*.cpp for the CPU key and
-// csrc/quantization/ternary/cuda_bindings.cu for the CUDA key.
+// csrc/quantization/ternary/*_bindings.cu for the CUDA key.
 
 #include <Python.h>
 #include <torch/csrc/stable/library.h>
