@@ -11,6 +11,7 @@ import torch
 import transformers
 import validate_quant_weights
 
+from lib.convert import quant_config
 from lib.convert.codec import format as codec
 from lib.convert.codec import quantize, schemes
 from lib.convert.names import fused_group, is_block_linear
@@ -428,12 +429,30 @@ def test_transformers_reads_the_config_and_the_rest(tmp_path):
         ("embeddings.word_embeddings", False),
         ("vision_tower.vision_model.encoder.layers.0.mlp.fc1", False),
         ("model.visual.blocks.0.attn.qkv", False),
+        ("qformer.encoder.layer.0.attention.attention.query", False),
         ("multi_modal_projector.layers.0.linear", False),
         ("encoder.block.layers.0.relative_attention_bias", False),
     ],
 )
 def test_which_modules_are_linears_of_blocks(module, expected):
     assert is_block_linear(module) is expected
+
+
+def test_a_tower_has_apart_what_the_blocks_have_fused():
+    """Its names do not end as those by which vLLM asks for a fused layer's parts."""
+    ternary = dict(kind="ternary", block_size=32, zero_point=False)
+    plain, mlp = {"kind": "unquantized"}, "language_model.layers.0.mlp"
+    config = quant_config.build(
+        {
+            "visual.blocks.0.mlp.gate_proj": plain,
+            "visual.blocks.0.mlp.up_proj": plain,
+            f"{mlp}.gate_up_proj": {**ternary, "scale_dtype": "float16"},
+        }
+    )
+    table = schemes.SchemeTable.from_config(config)
+    parts = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
+    assert table.fused_scheme(f"{mlp}.gate_up_proj", parts).kind == "ternary"
+    assert table.scheme("visual.blocks.0.mlp.gate_proj").kind == "unquantized"
 
 
 def test_fused_groups():

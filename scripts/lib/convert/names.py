@@ -9,7 +9,7 @@ EMBEDDINGS = {"embed_tokens", "lm_head"}
 _BLOCK = re.compile(r"(^|\.)(layers|layer|h|blocks)\.\d+\.")
 _ROUTERS = {"gate", "router", "shared_expert_gate", "wg"}
 _OTHER_TOWERS = re.compile(
-    r"(^|\.)(vision\w*|visual\w*|audio\w*|image\w*|multi_modal\w*|mm_\w+)\."
+    r"(^|\.)(vision\w*|visual\w*|audio\w*|image\w*|multi_modal\w*|mm_\w+|qformer)\."
 )
 _NOT_LINEAR = re.compile(r"embed|norm|conv|relative_attention_bias", re.IGNORECASE)
 TRANSPOSED = {"gpt2", "openai-gpt"}
@@ -89,6 +89,12 @@ def fused_group(module: str) -> str:
     if experts:
         return experts[1]
     return f"{parent}.{FUSED.get(last, last)}" if parent else module
+
+
+def parts_of(module: str) -> list[str]:
+    """Names of the modules that one which is stored fused may stand for."""
+    parent, _, last = module.rpartition(".")
+    return [f"{parent}.{part}" for part, fused in FUSED.items() if fused == last]
 
 
 def suffix(module: str) -> str:

@@ -81,6 +81,8 @@ def _not_convert(
     beginning or the end of a name, so one that would also hit a converted module
     is replaced by an exact entry in ``overrides``."""
     ternary = [m for m, s in decided.items() if s["kind"] == "ternary"]
+    # vLLM asks for a module that is stored fused by the names of its parts.
+    ternary += [part for m in ternary for part in names.parts_of(m)]
     patterns: list[str] = []
     for module, settings in decided.items():
         if settings["kind"] == "ternary" or schemes.matches_not_convert(
