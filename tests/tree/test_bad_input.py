@@ -390,3 +390,16 @@ def test_header_of_something_else(tmp_path: Path) -> None:
     file.write_bytes((4).to_bytes(8, "little") + b"PK\x03\x04" + b"\0" * 64)
     with pytest.raises(TernaryFormatError, match="header"):
         check_safetensors_files(str(tmp_path))
+
+
+def test_tensor_in_two_files(tmp_path: Path) -> None:
+    """One would silently replace the other, unless an index names one of them."""
+    tensors = {f"{NAME}.{name}": x for name, x in good_tensors(seed=41).items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    save_file({f"{NAME}.bias": torch.ones(N)}, tmp_path / "more.safetensors")
+    check_safetensors_files(str(tmp_path))
+    save_file(tensors, tmp_path / "old.safetensors")
+    with pytest.raises(TernaryFormatError, match="in model.*and in old.safetensors"):
+        check_safetensors_files(str(tmp_path))
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    check_safetensors_files(str(tmp_path))

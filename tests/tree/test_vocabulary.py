@@ -3,6 +3,7 @@
 """What vLLM asks of an embedding or head besides looking up and multiplying."""
 
 import json
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,6 +155,27 @@ def test_embedding_without_config_beside_a_speculator(tag: str | None) -> None:
     with set_model_tag(tag) if tag else nullcontext():
         layer = VocabParallelEmbedding(ROWS, HIDDEN, prefix="model.embed_tokens")
     assert hasattr(layer, "packed_ternary_weight") is (tag != "eagle_head")
+
+
+def test_pooling_without_the_head(tmp_path: Path) -> None:
+    """A causal model that embeds: vLLM leaves out the tensors of its head."""
+    source, folder = tmp_path / "source", tmp_path / "ternary"
+    build.save(build.tiny_model("qwen3", 10, tie_word_embeddings=False), source)
+    arguments = ["--quantize", "absmean", "--embeddings", "yes"]
+    assert convert_checkpoint.main([str(source), str(folder), *arguments]) == 0
+    job = {"model": str(folder), "args": {"runner": "pooling"}}
+    headless = tmp_path / "headless"
+    shutil.copytree(folder, headless)
+    build.rewrite(headless, _drop_head)
+    bad = {"model": str(headless)}
+    found, refused = load_all([job, bad])
+    assert found is None
+    assert "lm_head.packed_ternary_weight" in refused and "missing" in refused
+
+
+def _drop_head(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [n for n in tensors if n.startswith("lm_head.")]:
+        del tensors[name]
 
 
 @pytest.mark.parametrize("method", ["from_2_way_softmax", "no_post_processing"])

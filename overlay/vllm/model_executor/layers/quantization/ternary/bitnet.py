@@ -40,6 +40,7 @@ from .parameters import (
     PACKED,
     SCALE,
     checkpoint_name,
+    is_left_out,
     logical_rows,
     mark_loaded,
 )
@@ -269,6 +270,8 @@ class BitNetLinearMethod(TernaryLinearMethod):
         getattr(layer, SCALE).weight_loader = MethodType(_load_scale, layer)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        if is_left_out(layer):
+            return
         weight, scale = getattr(layer, WEIGHT), getattr(layer, SCALE)
         delattr(layer, WEIGHT)
         layer.register_parameter(PACKED, weight)

@@ -14,25 +14,39 @@ from vllm.model_executor.layers.quantization.utils.ternary_format import (
 # Loaders of what vLLM saved of a loaded model, in the layout of its kernels.
 _SAVED_MODEL_FORMATS = ("sharded_state", "runai_streamer_sharded", "tensorizer")
 
+_PACKED = (".packed_ternary_weight", ".weight_scale")
 _HEADER_LENGTH = struct.Struct("<Q")
 
 
 def check_safetensors_files(folder: str) -> None:
-    """Refuse a checkpoint with a file that was cut short, before loading begins.
+    """Refuse a checkpoint with a file that was cut short, or one too many.
 
     Reads the header of each `*.safetensors` of a local model directory; anything else
     (a name on a hub) is left to vLLM's loader.
 
     Raises:
         TernaryFormatError: names the file, its size and the size that its header asks
-            for.
+            for; or the tensor and the two files that have it, of which vLLM would take
+            either where no index says which.
 
     """
     path = Path(folder)
     if not path.is_dir():
         return
+    indexed = any(path.glob("*.safetensors.index.json"))
+    first: dict[str, Path] = {}
     for file in sorted(path.glob("*.safetensors")):
-        found, expected = file.stat().st_size, _expected_size(file)
+        found = file.stat().st_size
+        expected, names = _read_header(file)
+        for name in names:
+            other = first.setdefault(name, file)
+            if other is not file and not indexed and name.endswith(_PACKED):
+                raise TernaryFormatError(
+                    name,
+                    f"is in {other.name} and in {file.name}, and no index says which "
+                    "of them belongs to the checkpoint",
+                    f"Remove the other file from {path}",
+                )
         if found < expected:
             raise TernaryFormatError(
                 str(file),
@@ -41,30 +55,30 @@ def check_safetensors_files(folder: str) -> None:
             )
 
 
-def _expected_size(file: Path) -> int:
-    """Bytes of the whole file, by its header."""
+def _read_header(file: Path) -> tuple[int, list[str]]:
+    """Bytes of the whole file, by its header, and the tensors in it."""
     with file.open("rb") as stream:
         prefix = stream.read(_HEADER_LENGTH.size)
         if len(prefix) < _HEADER_LENGTH.size:
-            return _HEADER_LENGTH.size
+            return _HEADER_LENGTH.size, []
         (length,) = _HEADER_LENGTH.unpack(prefix)
         begin = _HEADER_LENGTH.size + length
         if file.stat().st_size < begin:
-            return begin
+            return begin, []
         try:
             header = json.loads(stream.read(length))
-            ends = [
-                entry["data_offsets"][1]
+            ends = {
+                name: entry["data_offsets"][1]
                 for name, entry in header.items()
                 if name != "__metadata__"
-            ]
+            }
         except (ValueError, KeyError, TypeError, AttributeError):
             raise TernaryFormatError(
                 str(file),
                 "the header is not that of a safetensors file",
                 "Copy or download it again",
             ) from None
-    return begin + max(ends, default=0)
+    return begin + max(ends.values(), default=0), list(ends)
 
 
 def loads_no_tensors() -> bool:

@@ -31,6 +31,7 @@ from .parameters import (
     check_values,
     checkpoint_name,
     cut_rows_with,
+    is_left_out,
     part_names,
     register_parameters,
 )
@@ -94,6 +95,8 @@ class TernaryLinearMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         report_of(layer)
+        if is_left_out(layer):
+            return
         packed, scale = getattr(layer, PACKED).data, getattr(layer, SCALE).data
         layer.ternary_device = packed.device
         zero_point = getattr(layer, ZERO_POINT, None)

@@ -467,6 +467,14 @@ def mark_loaded(layer: torch.nn.Module, tensor: str, shard_id: Any) -> None:
     layer.ternary_loaded.setdefault(tensor, set()).update(parts)
 
 
+def is_left_out(layer: torch.nn.Module) -> bool:
+    """Whether vLLM made the layer but leaves it out, as poolers do with a head."""
+    # It imports the layers.
+    from vllm.model_executor.models.utils import StageMissingLayer
+
+    return isinstance(layer, StageMissingLayer)
+
+
 def check_all_loaded(layer: torch.nn.Module) -> bool:
     """Whether the layer's tensors came from a checkpoint.
 
