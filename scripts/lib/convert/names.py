@@ -91,6 +91,13 @@ def fused_group(module: str) -> str:
     return f"{parent}.{FUSED.get(last, last)}" if parent else module
 
 
+def tower(module: str) -> list[str]:
+    """Beginning of the names in the vision or audio tower that the module is of, if it
+    is of one: vLLM may fuse other modules there than the checkpoint does."""
+    match = _OTHER_TOWERS.search(module)
+    return [module[: match.end()]] if match else []
+
+
 def parts_of(module: str) -> list[str]:
     """Names of the modules that one which is stored fused may stand for."""
     parent, _, last = module.rpartition(".")

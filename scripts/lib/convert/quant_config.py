@@ -89,8 +89,7 @@ def _not_convert(
             module, patterns
         ):
             continue
-        tail = names.suffix(module)
-        for pattern in (tail, module):
+        for pattern in (*names.tower(module), names.suffix(module), module):
             hits = (schemes.matches_not_convert(m, [pattern]) for m in ternary)
             if schemes.matches_not_convert(module, [pattern]) and not any(hits):
                 patterns.append(pattern)
