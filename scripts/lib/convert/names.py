@@ -93,7 +93,7 @@ def fused_group(module: str) -> str:
 
 def tower(module: str) -> list[str]:
     """Beginning of the names in the vision or audio tower that the module is of, if it
-    is of one: vLLM may fuse other modules there than the checkpoint does."""
+    is of one."""
     match = _OTHER_TOWERS.search(module)
     return [module[: match.end()]] if match else []
 

@@ -89,14 +89,23 @@ def _not_convert(
             module, patterns
         ):
             continue
-        for pattern in (*names.tower(module), names.suffix(module), module):
+        tail = names.suffix(module)
+        for pattern in (tail, module):
             hits = (schemes.matches_not_convert(m, [pattern]) for m in ternary)
             if schemes.matches_not_convert(module, [pattern]) and not any(hits):
                 patterns.append(pattern)
                 break
         else:
             overrides[module] = {"kind": "unquantized"}
-    return patterns
+    # A tower by its beginning, too: vLLM may fuse other modules in it than are stored
+    # fused; and some of its classes leave the beginning out.
+    plain = [m for m, s in decided.items() if s["kind"] != "ternary"]
+    towers = dict.fromkeys(tower for m in plain for tower in names.tower(m))
+    return patterns + [
+        tower
+        for tower in towers
+        if not any(schemes.matches_not_convert(m, [tower]) for m in ternary)
+    ]
 
 
 def _compress(
