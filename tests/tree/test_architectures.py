@@ -79,6 +79,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "Nemotron": {},
     "OPT": dict(ffn_dim=192, word_embed_proj_dim=128),
     "Phi3": {},  # fused on disk
+    # The router is renamed, by a rule for the name of its weight.
+    "Phimoe": dict(num_local_experts=4),
     "Qwen3Next": dict(
         **EXPERTS,
         head_dim=32,

@@ -310,14 +310,33 @@ class SchemeTable:
                 and match the name in vLLM.
 
         """
-        plain = [p for p in self.overrides if not p.startswith("re:")]
-        renamed = dict(zip(plain, (mapper.apply_list([p]) or [p] for p in plain)))
         self.overrides = {
-            renamed[p][0] if p in renamed else p: s for p, s in self.overrides.items()
+            p if p.startswith("re:") else _renamed(p, mapper)[-1]: scheme
+            for p, scheme in self.overrides.items()
         }
         self.not_convert = [
-            new for p in self.not_convert for new in (mapper.apply_list([p]) or [p])
+            new for p in self.not_convert for new in _renamed(p, mapper, ("", "x."))
         ]
+
+
+def _renamed(name: str, mapper: Any, beginnings: Iterable[str] = ("",)) -> list[str]:
+    """What vLLM may call a module: what its name is mapped to and, where that is
+    another, what the name of its weight is, for which some mappings are made.
+
+    Args:
+        name: whole, or what it ends with.
+        mapper: vLLM's `WeightsMapper`.
+        beginnings: what to try in front of the name, for the ends of names.
+
+    """
+    found = mapper.apply_list([name]) or [name]
+    for before in beginnings:
+        mapped = mapper.apply_list([f"{before}{name}.weight"])
+        for new in mapped:
+            new = new.removeprefix(before).removesuffix(".weight")
+            if new not in (name, *found):
+                found.append(new)
+    return found
 
 
 def _refuse_unknown(config: Mapping[str, Any], known: set[str], where: str) -> None:
