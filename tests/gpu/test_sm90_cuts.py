@@ -48,7 +48,8 @@ def test_every_cut(clusters, kernel, tile, dtype):
         least = {16: 9, 32: 17, 64: 33}.get(tokens, 1) if kernel == "few" else 1
         size_m = rng.randint(least, most)
         size_n = rng.randint(1, 4 * rows)
-        size_k = rng.randint(1, 5000)
+        # Two sets need two steps along K, of 128 or 256.
+        size_k = rng.randint(257 if kernel != "few" and shape[3] == 2 else 1, 5000)
         block = 1 << 20 if kernel == "rows" else rng.choice([128, 256, 384])
         if kernel in ("many", "few") and case == 5:
             block = 1 << 20
