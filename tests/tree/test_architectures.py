@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import convert_checkpoint
+import pytest
 import torch
 import transformers
 from load_models import load_all
+
+from vllm.model_executor.models.whisper import _create_fake_bias_for_k_proj
 
 SIZES = dict(
     vocab_size=128,
@@ -93,12 +96,30 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
     "StableLm": {},  # the head is called .lm_head
     "Starcoder2": {},  # vLLM's Transformers backend
+    # k_proj has no bias, q_proj and v_proj have: vLLM makes one of zeros. And the
+    # embedding, which the head is, cannot be ternary.
+    "WhisperForConditionalGeneration": dict(
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=192,
+        decoder_ffn_dim=192,
+        num_mel_bins=16,
+        max_source_positions=50,
+        max_target_positions=64,
+        decoder_start_token_id=3,
+        suppress_tokens=[],
+        begin_suppress_tokens=[],
+    ),
 }
+CUT = ["WhisperForConditionalGeneration"]
+"""Loaded as one of two ranks, too."""
 
 
 def test_every_architecture_loads(tmp_path: Path) -> None:
     """Embeddings and heads included: tensors that no layer wants are refused."""
-    jobs: list[dict[str, Any]] = []
+    jobs: dict[str, dict[str, Any]] = {}
     for seed, (name, settings) in enumerate(MODELS.items()):
         family, _, task = name.partition("For")
         config = getattr(transformers, f"{family}Config")(**{**SIZES, **settings})
@@ -111,6 +132,22 @@ def test_every_architecture_loads(tmp_path: Path) -> None:
         assert convert_checkpoint.main(arguments) == 0, name
         # vLLM's latent attention has no float32 on a CPU.
         args = {"dtype": "bfloat16"} if "kv_lora_rank" in settings else {}
-        jobs.append({"model": str(dest), "args": args})
-    found = dict(zip(MODELS, load_all(jobs), strict=True))
-    assert found == dict.fromkeys(MODELS)
+        jobs[name] = {"model": str(dest), "args": args}
+    jobs |= {f"{name}, cut": jobs[name] | {"rank": [1, 2]} for name in CUT}
+    found = dict(zip(jobs, load_all(list(jobs.values())), strict=True))
+    assert found == dict.fromkeys(jobs)
+
+
+@pytest.mark.parametrize("projection", ["self_attn.k_proj", "attention.wk"])
+@pytest.mark.parametrize("tensor", ["weight", "packed_ternary_weight"])
+def test_bias_of_zeros(projection: str, tensor: str) -> None:
+    """Whisper's and Voxtral's k_proj: a bias for each row, where there is none."""
+    rows = {"layers.0.": 6, "layers.1.": 9}
+    weights = {f"{x}{projection}.{tensor}": torch.ones(n, 4) for x, n in rows.items()}
+    real = torch.ones(9)
+    weights[f"layers.1.{projection}.bias"] = real
+    key = f".{projection.rpartition('.')[2]}.weight"
+    made = dict(_create_fake_bias_for_k_proj(iter(weights.items()), key))
+    assert made.keys() == {*weights, f"layers.0.{projection}.bias"}
+    assert torch.equal(made[f"layers.0.{projection}.bias"], torch.zeros(6))
+    assert made[f"layers.1.{projection}.bias"] is real

@@ -18,8 +18,14 @@ TRANSPOSED = {"gpt2", "openai-gpt"}
 _CONV_1D = re.compile(r"\.(c_attn|c_proj|c_fc)$")
 
 
-# vLLM's first Mamba mixer has no quantized layers.
-_MAMBA_1 = {"mamba": ".mixer.", "falcon_mamba": ".mixer.", "jamba": ".mamba."}
+# Of types of models whose classes in vLLM quantize not all: the first Mamba mixer, and
+# Whisper's embedding, which is torch's own.
+_NOT_QUANTIZED = {
+    "mamba": ".mixer.",
+    "falcon_mamba": ".mixer.",
+    "jamba": ".mamba.",
+    "whisper": ".embed_tokens",
+}
 
 FUSED = {
     "q_proj": "qkv_proj",
@@ -57,7 +63,7 @@ def is_block_linear(module: str) -> bool:
 
 def vllm_quantizes(module: str, model_type: str | None) -> bool:
     """Whether vLLM's class for this type of model would take the module quantized."""
-    return _MAMBA_1.get(model_type or "", "\0") not in module
+    return _NOT_QUANTIZED.get(model_type or "", "\0") not in module
 
 
 def is_transposed(module: str, model_type: str | None) -> bool:
