@@ -367,12 +367,48 @@ def test_damaged_and_foreign_sources(tmp_path, capsys):
     build.set_config(folder, quantization_config={"quant_method": "ternary"})
     refused("ternary checkpoint already")
     build.set_config(folder, quantization_config=None)
-    for text in ("{", "{}", "[]"):
+    for text in ("{", "{}", "[]", '{"weight_map": {"x": 1}}'):
         (folder / "model.safetensors.index.json").write_text(text)
         refused("model.safetensors.index.json", "damaged")
     index = {"weight_map": {"x": "model-00002-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     refused("model-00002-of-00002.safetensors", "not there")
+
+
+def test_an_index_that_its_shards_contradict(tmp_path, capsys):
+    """A tensor that none of them holds is missing. One that another of them holds, or
+    that the index does not name, is read, as transformers and vLLM do."""
+    folder = tmp_path / "in"
+    model = build.tiny_model("qwen3", 27)
+    made = build.make_ternary(model, 27, 128)
+    model.half().save_pretrained(folder, max_shard_size="1MB")
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    listed, files = index["weight_map"], sorted(set(index["weight_map"].values()))
+    assert len(files) > 1
+    moved, unnamed = "model.layers.0.mlp.up_proj.weight", "model.norm.weight"
+    listed[moved] = next(x for x in files if x != listed[moved])
+    del listed[unnamed]
+    path.write_text(json.dumps(index))
+    loaded = type(model).from_pretrained(folder).state_dict()
+    assert torch.equal(loaded[moved], model.state_dict()[moved])
+    assert convert(folder, tmp_path / "out", "--verify") == 0
+    tensors = build.read(tmp_path / "out")
+    assert torch.equal(tensors[unnamed], loaded[unnamed])
+    t, scale = made[moved]
+    name = moved.removesuffix("weight")
+    found = codec.unpack(tensors[f"{name}packed_ternary_weight"], t.shape[1])
+    assert torch.equal(found, t)
+    assert torch.equal(tensors[f"{name}weight_scale"], scale)
+
+    capsys.readouterr()
+    listed |= {"model.extra.weight": files[1], "model.extra.bias": files[0]}
+    path.write_text(json.dumps(index))
+    assert convert(folder, tmp_path / "none") == 1
+    error = capsys.readouterr().err
+    assert f"{path}: names tensor model.extra.weight in {files[1]}, which" in error
+    assert f"(2 of {len(listed)} tensors" in error
+    assert not (tmp_path / "none").exists()
 
 
 def test_nan_in_a_weight_is_refused(tmp_path, capsys):

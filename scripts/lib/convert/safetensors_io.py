@@ -142,17 +142,18 @@ def read_header(path: Path) -> list[StoredTensor]:
 
 
 def read_checkpoint(directory: Path) -> dict[str, StoredTensor]:
-    """All tensors of a checkpoint directory by name: the shards that the index lists,
-    or model.safetensors, or else every ``*.safetensors`` file there."""
+    """All tensors of a checkpoint directory by name: those in the shards that the index
+    lists, or in model.safetensors, or else in every ``*.safetensors`` file there.
+
+    As transformers and vLLM do, the index is asked for the shards only: what they hold
+    is read, by the index in another of them or not named at all. What it names and none
+    holds is missing.
+    """
     index = directory / INDEX_NAME
+    listed: dict[str, str] = {}
     if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise ConversionError(
-                f"{index}: no index of shards ({e!r}). The file is damaged: download "
-                "it again."
-            ) from None
+        listed = _read_index(index)
+        names = sorted(set(listed.values()))
         missing = [n for n in names if not (directory / n).is_file()]
         if missing:
             raise ConversionError(
@@ -176,7 +177,28 @@ def read_checkpoint(directory: Path) -> dict[str, StoredTensor]:
                     "belong to the checkpoint."
                 )
             tensors[tensor.name] = tensor
+    lacking = [name for name in listed if name not in tensors]
+    if lacking:
+        raise ConversionError(
+            f"{index}: names tensor {lacking[0]} in {listed[lacking[0]]}, which lacks "
+            f"it ({len(lacking)} of {len(listed)} tensors are missing). Download "
+            "both again; if the model does without, take the name out of the index."
+        )
     return tensors
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """Names of tensors -> the files that they are in, by the index."""
+    try:
+        listed = json.loads(index.read_text())["weight_map"]
+        if not all(isinstance(name, str) for name in listed.values()):
+            raise TypeError("weight_map names no files")
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise ConversionError(
+            f"{index}: no index of shards ({e!r}). The file is damaged: download it "
+            "again."
+        ) from None
+    return listed
 
 
 class ShardedWriter:
