@@ -17,8 +17,21 @@ from .safetensors_io import FLOATS, NAMES, StoredTensor, read_checkpoint
 
 def read_config(path: Path) -> dict[str, Any]:
     """config.json (or that of a directory) as a dictionary; raises ConversionError
-    if there is none."""
+    if there is none, or none of a model."""
     path = path / "config.json" if path.is_dir() else path
+    config = _read_object(path)
+    # vLLM knows the class by architectures, or else by model_type; by the latter alone
+    # what the settings and tensors mean.
+    missing = [k for k in ("model_type", "architectures") if not config.get(k)]
+    if "model_type" in missing:
+        raise ConversionError(
+            f"{path}: has no {' and no '.join(missing)}: nothing says which model this "
+            "is. Download it again, or take the original model's."
+        )
+    return config
+
+
+def _read_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConversionError(
             f"{path} is not there. SOURCE must be a model directory as downloaded "
