@@ -371,6 +371,13 @@ def test_damaged_and_foreign_sources(tmp_path, capsys):
     build.set_config(folder, quantization_config={"quant_method": "ternary"})
     refused("ternary checkpoint already")
     build.set_config(folder, quantization_config=None)
+    awq = {"quant_method": "awq"}
+    build.set_config(folder, text_config={"quantization_config": awq})
+    refused("text_config.quantization_config says quant_method 'awq'")
+    build.set_config(folder, text_config=None)
+    (folder / "hf_quant_config.json").write_text('{"producer": {"name": "modelopt"}}')
+    refused("hf_quant_config.json says quant_method None")
+    (folder / "hf_quant_config.json").unlink()
     for text in ("{", "{}", "[]", '{"weight_map": {"x": 1}}'):
         (folder / "model.safetensors.index.json").write_text(text)
         refused("model.safetensors.index.json", "damaged")

@@ -79,6 +79,23 @@ def test_a_failure_shows_both_sides(tmp_path, capsys):
     assert shown[5][column : column + 4] == marks
 
 
+def test_settings_of_a_part(tmp_path, capsys):
+    """Where a multimodal model has them in its text_config, as vLLM reads them."""
+    ternary, plain = write_model(tmp_path, 2)
+    file = ternary / "config.json"
+    config = json.loads(file.read_text())
+    text = {"quantization_config": config.pop("quantization_config")}
+    file.write_text(json.dumps(config | {"text_config": config | text}))
+    arguments = [str(ternary), "--reference", str(plain), "--device", "cpu"]
+    assert validate_quant_weights.main(arguments) == 0
+    assert capsys.readouterr().out.startswith("CPU_UNPACK: OK\n")
+    text["quantization_config"]["quant_method"] = "awq"
+    file.write_text(json.dumps(config | {"text_config": text}))
+    assert validate_quant_weights.main(arguments) == 2
+    said = "quant_method is 'awq' in text_config.quantization_config"
+    assert said in capsys.readouterr().err
+
+
 def run_script(*arguments) -> tuple[int, str]:
     result = subprocess.run(
         [sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True

@@ -7,7 +7,12 @@ from pathlib import Path
 from .errors import ConversionError
 from .gguf_source import GgufSource
 from .hf_bitnet import BitNetSource, NormedBitNetSource
-from .hf_safetensors import SafetensorsSource, read_config, read_tensors
+from .hf_safetensors import (
+    SafetensorsSource,
+    find_quantization,
+    read_config,
+    read_tensors,
+)
 from .mlx import MlxSource
 from .model import Source
 
@@ -44,13 +49,17 @@ def open_source(
     config = read_config(path)
     if "quantization" in config:
         return MlxSource.open(path, config)
-    quantization = config.get("quantization_config")
+    where, quantization = find_quantization(path, config)
     if not quantization:
         if NormedBitNetSource.recognizes(read_tensors(path)):
             return NormedBitNetSource.open(path, config)
         return SafetensorsSource.open(path, config)
+    if not isinstance(quantization, dict):
+        raise ConversionError(
+            f"{path}/config.json: {where} is no JSON object. Download it again."
+        )
     method = quantization.get("quant_method")
-    if method == "bitnet":
+    if method == "bitnet" and where == "quantization_config":
         return BitNetSource.open(path, config)
     if method == "ternary":
         raise ConversionError(
@@ -58,6 +67,6 @@ def open_source(
             "what it was made of."
         )
     raise ConversionError(
-        f"{path}: config.json says quant_method {method!r}, which cannot be "
-        "converted. Start from the model's full-precision checkpoint."
+        f"{path}: {where} says quant_method {method!r}, which cannot be converted. "
+        "Start from the model's full-precision checkpoint."
     )

@@ -48,6 +48,24 @@ def _read_object(path: Path) -> dict[str, Any]:
     return config
 
 
+def find_quantization(directory: Path, config: dict[str, Any]) -> tuple[str, Any]:
+    """Where the settings of a quantized checkpoint stand, and what they are: None if
+    there are none. They are looked for where vLLM 0.32.0 does."""
+    key = "quantization_config"
+    if config.get(key) is not None:
+        return key, config[key]
+    file = directory / "hf_quant_config.json"
+    if file.is_file():
+        return file.name, _read_object(file)
+    for name in ("text_config", "llm_config"):
+        if name in config:
+            nested = config[name]
+            if isinstance(nested, dict) and nested.get(key) is not None:
+                return f"{name}.{key}", nested[key]
+            break
+    return "compression_config", config.get("compression_config")
+
+
 def read_tensors(directory: Path) -> dict[str, StoredTensor]:
     """The checkpoint's tensors; raises ConversionError if there are none."""
     tensors = read_checkpoint(directory)

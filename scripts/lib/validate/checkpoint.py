@@ -15,7 +15,7 @@ import torch
 from lib.convert import names
 from lib.convert.errors import ConversionError
 from lib.convert.experts import FusedExperts
-from lib.convert.hf_safetensors import entries_of
+from lib.convert.hf_safetensors import entries_of, find_quantization
 from lib.convert.model import Weight
 from lib.convert.safetensors_io import INDEX_NAME, StoredTensor, read_checkpoint
 
@@ -180,7 +180,10 @@ class Checkpoint(Tensors):
 
     def __init__(self, path: Path, reference: Tensors | None = None):
         self.config = read_config(path)
-        quantization = self.config.get("quantization_config")
+        try:
+            where, quantization = find_quantization(path, self.config)
+        except ConversionError as e:
+            raise ValidateError(str(e)) from None
         if not isinstance(quantization, Mapping):
             raise ValidateError(
                 f"{path / 'config.json'}: has no quantization_config. This is no "
@@ -189,14 +192,14 @@ class Checkpoint(Tensors):
         method = quantization.get("quant_method")
         if method != "ternary":
             raise ValidateError(
-                f"{path / 'config.json'}: quant_method is {method!r}, this command "
-                'validates "ternary". Convert the checkpoint with '
+                f"{path / 'config.json'}: quant_method is {method!r} in {where}, this "
+                'command validates "ternary". Convert the checkpoint with '
                 "scripts/convert_checkpoint.py first."
             )
         try:
             self.schemes = codec.schemes.SchemeTable.from_config(quantization)
         except codec.schemes.TernaryConfigError as e:
-            raise ValidateError(f"{path / 'config.json'}: {e}") from None
+            raise ValidateError(f"{path / 'config.json'}: {where}: {e}") from None
         super().__init__(path)
         self.reference = reference
 
