@@ -8,9 +8,6 @@ VLLM_SOURCE ?=
 WHEEL ?=
 OFFLINE ?=
 JOBS ?=
-# Asked for torch's CPU build when the indexes that pip is configured for have none.
-TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
-export TORCH_CPU_INDEX
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -33,6 +30,9 @@ WHEEL_OPTIONS := --device $(DEVICE) --build $(BUILD) $(OPTIONS) $(SOURCE_OPTION)
 .PHONY: help patched-source verify patched-wheel check-source-build install-cpu install-cuda \
   test test-gpu lint format validate bench clean distclean
 
+$(if $(filter-out cuda cpu,$(DEVICE)),$(error DEVICE=$(DEVICE): give cuda or cpu))
+$(if $(filter-out repack source,$(BUILD)),$(error BUILD=$(BUILD): give repack or source))
+
 help:
 	@echo 'make patched-wheel   dist/vllm-*.whl: the official wheel, patched'
 	@echo '  DEVICE=cuda|cpu  BUILD=repack|source  CUDA_ARCHS="8.0 9.0a"  OFFLINE=1'
@@ -41,6 +41,8 @@ help:
 	@echo 'make patched-source  build/vllm-$(VERSION): a git repository, a commit per patch'
 	@echo 'make verify          check patches, overlay and hashes; changes nothing'
 	@echo 'make test            lint and every test that needs no GPU, in .venv'
+	@echo '  ARGS="tests/unit -k format"  only these; every option of pytest'
+	@echo 'make install-cpu     .venv as make test makes it: the CPU wheel and its torch'
 	@echo 'make test-gpu        tests/gpu and tests/engine, with the CUDA wheel in .venv-gpu'
 	@echo 'make lint            ruff, mypy, clang-format    make format: apply them'
 	@echo 'make validate ARGS=  reconcile packed weights: scripts/validate_quant_weights.py'

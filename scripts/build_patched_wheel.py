@@ -10,14 +10,13 @@ version +ternary.<n>.
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
 from lib.errors import BUILD_PYTHON, BuildError, missing_module
 
 try:
-    from lib import build, cli, extension, source_build
+    from lib import build, cli, extension, install, source_build
     from lib.project import Project
 except ModuleNotFoundError as error:
     sys.exit(missing_module(error, BUILD_PYTHON))
@@ -56,9 +55,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", help="compilers at once, default: as fits")
     parser.add_argument(
         "--torch-cpu-index",
-        default=os.environ.get("TORCH_CPU_INDEX", ""),
+        default=install.TORCH_CPU_INDEX,
         metavar="URL",
-        help="index to ask for torch's CPU build when pip's configured ones lack it",
+        help="index to ask for torch's CPU build when pip's configured ones lack it "
+        "(default: $TORCH_CPU_INDEX, here %(default)s)",
     )
     parser.add_argument(
         "--offline", action="store_true", help="use the cache only, download nothing"

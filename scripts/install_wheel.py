@@ -10,7 +10,6 @@ pip, and no other package.
 """
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -37,9 +36,10 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--torch-cpu-index",
-        default=os.environ.get("TORCH_CPU_INDEX", ""),
+        default=install.TORCH_CPU_INDEX,
         metavar="URL",
-        help="index to ask for torch's CPU build when pip's configured ones lack it",
+        help="index to ask for torch's CPU build when pip's configured ones lack it "
+        "(default: $TORCH_CPU_INDEX, here %(default)s)",
     )
     return parser.parse_args()
 

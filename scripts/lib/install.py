@@ -3,6 +3,7 @@
 """Install a patched CPU wheel and what it requires into the running Python."""
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 import zipfile
@@ -23,6 +24,10 @@ from lib.pypa import (
 # are for CUDA: beside a CPU torch they do not import, and then transformers does not.
 OMITTED = ("torchaudio", "torchcodec", "torchvision")
 STAMP = "vllm-ternary-wheel.sha256"
+# Asked for torch's CPU build when the indexes that pip is configured for have none.
+TORCH_CPU_INDEX = os.environ.get(
+    "TORCH_CPU_INDEX", "https://download.pytorch.org/whl/cpu"
+)
 
 
 def requirements(path: Path) -> list[Requirement]:
@@ -100,7 +105,10 @@ def install_torch(requirement: Requirement, cpu_index: str) -> None:
                 "CPU wheels has. Name that index, or a mirror of it, in "
                 "TORCH_CPU_INDEX=, or add it to pip's configuration."
             ) from None
-    pip([wanted, "--extra-index-url", cpu_index], f"{wanted} from TORCH_CPU_INDEX")
+    # From there torch alone: what it requires comes from where everything else does.
+    alone = ["--no-deps", "--index-url", cpu_index, wanted]
+    pip(alone, f"{wanted} from TORCH_CPU_INDEX")
+    pip([wanted], f"what {wanted} requires")
 
 
 def pip(arguments: list[str], what: str) -> None:

@@ -47,7 +47,10 @@ def check_input(path: Path, source: sources.Source, version: str) -> None:
     if path.is_dir():
         raise BuildError(f"{path}: is a folder; give the file {source.file}")
     if not path.is_file():
-        raise BuildError(f"{path}: no such file")
+        raise BuildError(
+            f"{path}: no such file; give {source.file}, or leave WHEEL= out: it is "
+            "then downloaded into the cache"
+        )
     try:
         with zipfile.ZipFile(path) as archive:
             info = _dist_info(archive)
