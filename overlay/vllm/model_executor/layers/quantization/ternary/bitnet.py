@@ -49,6 +49,7 @@ from .schemes import (
     Scheme,
     SchemeTable,
     TernaryConfigError,
+    fused_parts,
     matches_not_convert,
 )
 
@@ -215,7 +216,7 @@ class BitNetConfig(TernaryConfig):
 
         """
         parent, _, name = prefix.rpartition(".")
-        parts = self.packed_modules_mapping.get(name) or [name]
+        parts = fused_parts(self.packed_modules_mapping, name) or [name]
         modules = [f"{parent}.{part}".lstrip(".") for part in parts]
         schemes = {module: self.schemes.scheme(module) for module in modules}
         if len(set(schemes.values())) > 1:

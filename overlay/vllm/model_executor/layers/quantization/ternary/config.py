@@ -27,7 +27,13 @@ from .int8 import TernaryInt8LinearMethod
 from .linear import TernaryLinearMethod
 from .load_report import LoadReport
 from .moe import TernaryMoEMethod, expert_schemes
-from .schemes import UNQUANTIZED, Scheme, SchemeTable, TernaryConfigError
+from .schemes import (
+    UNQUANTIZED,
+    Scheme,
+    SchemeTable,
+    TernaryConfigError,
+    fused_parts,
+)
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.utils import WeightsMapper
@@ -232,7 +238,7 @@ class TernaryConfig(QuantizationConfig):
 
         """
         parent, _, name = prefix.rpartition(".")
-        parts = self.packed_modules_mapping.get(name)
+        parts = fused_parts(self.packed_modules_mapping, name)
         if not parts:
             return self.schemes.scheme(prefix)
         dotted = f"{parent}." if parent else ""

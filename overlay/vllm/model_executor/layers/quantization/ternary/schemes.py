@@ -185,6 +185,24 @@ def matches_override(name: str, pattern: str) -> bool:
     return name == pattern or name.startswith(pattern + ".")
 
 
+# What most classes of vLLM fuse, for those that do not say what they do.
+_USUAL_PARTS = {
+    "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+    "gate_up_proj": ["gate_proj", "up_proj"],
+}
+
+
+def fused_parts(packed_modules: Mapping[str, list[str]], name: str) -> list[str]:
+    """The modules of the checkpoint that a layer `name` fuses; none if it is not one.
+
+    Args:
+        packed_modules: what the model's class says of itself.
+        name: the last part of the layer's name.
+
+    """
+    return packed_modules.get(name) or _USUAL_PARTS.get(name, [])
+
+
 @dataclass
 class SchemeTable:
     """The parsed `quantization_config`: one default and its exceptions.
