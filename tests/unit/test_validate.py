@@ -85,6 +85,7 @@ def test_settings_of_a_part(tmp_path, capsys):
     file = ternary / "config.json"
     config = json.loads(file.read_text())
     text = {"quantization_config": config.pop("quantization_config")}
+    text["quantization_config"]["quant_method"] = "Ternary"  # vLLM ignores case
     file.write_text(json.dumps(config | {"text_config": config | text}))
     arguments = [str(ternary), "--reference", str(plain), "--device", "cpu"]
     assert validate_quant_weights.main(arguments) == 0

@@ -59,9 +59,10 @@ def open_source(
             f"{path}/config.json: {where} is no JSON object. Download it again."
         )
     method = quantization.get("quant_method")
-    if method == "bitnet" and where == "quantization_config":
+    kind = str(method).lower()  # as vLLM compares it
+    if kind == "bitnet" and where == "quantization_config":
         return BitNetSource.open(path, config)
-    if method == "ternary":
+    if kind == "ternary":
         raise ConversionError(
             f"{path} is a ternary checkpoint already. Serve it as it is, or start from "
             "what it was made of."

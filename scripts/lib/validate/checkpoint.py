@@ -190,7 +190,7 @@ class Checkpoint(Tensors):
                 "quantized checkpoint; convert it with scripts/convert_checkpoint.py."
             )
         method = quantization.get("quant_method")
-        if method != "ternary":
+        if str(method).lower() != "ternary":  # as vLLM compares it
             raise ValidateError(
                 f"{path / 'config.json'}: quant_method is {method!r} in {where}, this "
                 'command validates "ternary". Convert the checkpoint with '

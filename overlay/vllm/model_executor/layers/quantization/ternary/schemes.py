@@ -226,7 +226,7 @@ class SchemeTable:
 
         """
         method = config.get("quant_method", "ternary")
-        if method != "ternary":
+        if str(method).lower() != "ternary":  # as vLLM finds the method
             raise TernaryConfigError(_bad("quant_method", method, '"ternary"'))
         _refuse_unknown(config, _TOP_KEYS, "quantization_config")
         version = config.get("format_version", 1)
