@@ -138,19 +138,25 @@ inline const void* check_bias(const std::optional<Tensor>& bias,
   return keep.data_ptr();
 }
 
-inline GemmArgs gemm_args(const Tensor& x, const Weight& w) {
-  GemmArgs a{};
-  a.dtype = float_type(x, "x");
+// What the arguments of every kernel say of the weight.
+template <typename Args>
+void set_weight(Args& a, const Weight& w) {
   a.weight = w.codes;
   a.scale = w.scale;
   a.scale_dtype = w.scale_dtype;
-  a.zero_point = w.zero_point;
-  a.M = int(x.size(0));
   a.N = w.N;
   a.K = w.K;
   a.N_pad = w.N_pad;
   a.K_pad = w.K_pad;
   a.block_size = w.block_size;
+}
+
+inline GemmArgs gemm_args(const Tensor& x, const Weight& w) {
+  GemmArgs a{};
+  set_weight(a, w);
+  a.dtype = float_type(x, "x");
+  a.zero_point = w.zero_point;
+  a.M = int(x.size(0));
   a.num_blocks = w.num_blocks;
   a.ldy = w.N;
   a.device = x.get_device_index();
@@ -267,13 +273,11 @@ inline W2A8Call w2a8_call(const Tensor& x, const Tensor& weight,
   if (rows > 0) c.x_keep = align_rows(x, q);
 
   W2A8Args& a = c.gemm;
+  set_weight(a, w);
   a.xq = q.xq;
   a.xs = q.xs;
   a.xsum = q.xsum;
   a.xsum_tiles = q.xsum_tiles;
-  a.weight = w.codes;
-  a.scale = w.scale;
-  a.scale_dtype = w.scale_dtype;
   a.bias = check_bias(bias, x, size_n, c.bias);
   if (parts > 1) {
     a.part_ends = static_cast<const int32_t*>(part_ends->data_ptr());
@@ -282,11 +286,6 @@ inline W2A8Call w2a8_call(const Tensor& x, const Tensor& weight,
   a.dtype = q.dtype;
   a.parts = q.parts;
   a.M = q.M;
-  a.N = w.N;
-  a.K = w.K;
-  a.N_pad = w.N_pad;
-  a.K_pad = w.K_pad;
-  a.block_size = w.block_size;
   a.num_blocks = w.num_blocks;
   a.device = q.device;
   a.stream = q.stream;

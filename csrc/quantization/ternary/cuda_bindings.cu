@@ -53,6 +53,7 @@ Tensor ternary_embedding(const Tensor& indices, const Tensor& weight,
   shape.push_back(size_k);
   Tensor out = torch::stable::new_empty(weight, shape, dtype);
   EmbeddingArgs a{};
+  set_weight(a, w);
   a.dtype = float_type(out, "dtype");
   if (indices.numel() == 0) return out;
   const Tensor flat =
@@ -60,16 +61,8 @@ Tensor ternary_embedding(const Tensor& indices, const Tensor& weight,
   a.indices = flat.data_ptr();
   a.indices_are_int64 = indices.scalar_type() == ScalarType::Long;
   a.count = indices.numel();
-  a.weight = w.codes;
-  a.scale = w.scale;
-  a.scale_dtype = w.scale_dtype;
   a.zero_point = w.zero_point;
   a.out = out.data_ptr();
-  a.N = w.N;
-  a.K = w.K;
-  a.N_pad = w.N_pad;
-  a.K_pad = w.K_pad;
-  a.block_size = w.block_size;
   a.stream = current_stream(weight);
   gather_rows(a);
   return out;
