@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from lib.bench import tune_sm90
+from lib.bench import measurements, tune_sm90
 from lib.bench.layers import LAYERS
 from lib.bench.sm90_costs import (
     CSRC,
@@ -154,13 +154,13 @@ def test_measurements_are_merged_by_size():
 
     old = {"date": "old", "entries": [entry(16, 1.0), entry(8, 1.0)]}
     new = {"date": "new", "entries": [entry(16, 2.0)]}
-    both = tune_sm90.merged(old, new)
+    both = measurements.merged(old, new, tune_sm90.key)
     assert both["date"] == "new"
     assert [(e["M"], e["times"][0]["microseconds"]) for e in both["entries"]] == [
         (8, 1.0),
         (16, 2.0),
     ]
-    assert tune_sm90.merged(None, new) == new
+    assert measurements.merged(None, new, tune_sm90.key) == new
 
 
 def test_offline_without_measurements_says_so(tmp_path, monkeypatch):

@@ -15,12 +15,12 @@ of M whose N and K are nearest.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lib.bench import measurements
 from lib.bench.layers import LAYERS, Layer
 from lib.cli import progress, run
 from lib.errors import BuildError
@@ -110,10 +110,7 @@ def measure(asked: list[tuple[str, int]], seconds: float) -> dict[str, Any]:
     from lib.bench.ops import load_ops, random_weight
     from lib.bench.timing import graph_time, rotation
 
-    if not torch.cuda.is_available():
-        raise BuildError(
-            "there is no CUDA device; use --offline, or a machine with one"
-        )
+    measurements.require_cuda()
     load_ops()
     start = time.monotonic()
     properties = torch.cuda.get_device_properties(0)
@@ -153,14 +150,9 @@ def measure(asked: list[tuple[str, int]], seconds: float) -> dict[str, Any]:
                     {"op": op, "N": size_n, "K": size_k, "M": size_m, "times": times}
                 )
                 bar.update()
-    return {
-        "device": torch.cuda.get_device_name(),
+    return measurements.origin() | {
         "capability": properties.major * 10 + properties.minor,
         "processors": processors,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "date": time.strftime("%Y-%m-%d"),
-        "dtype": "bfloat16",
         "entries": entries,
     }
 
@@ -168,12 +160,6 @@ def measure(asked: list[tuple[str, int]], seconds: float) -> dict[str, Any]:
 def key(entry: dict[str, Any]) -> tuple[str, int, int, int]:
     """What an entry of the table is about, in the header's order."""
     return entry.get("op", "w2a16"), entry["M"], entry["N"], entry["K"]
-
-
-def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """`new`, with the entries of `old` that it has not measured."""
-    entries = {key(entry): entry for entry in old["entries"] + new["entries"]}
-    return new | {"entries": [entries[k] for k in sorted(entries)]}
 
 
 def best(times: list[dict[str, Any]]) -> dict[str, Any]:
@@ -253,22 +239,13 @@ def main() -> int:
         "--tokens", type=int, nargs="+", help="only these numbers of tokens, likewise"
     )
     arguments = parser.parse_args()
-    measurements = arguments.folder / "dispatch_table.json"
-    data = json.loads(measurements.read_text()) if measurements.is_file() else None
-    if arguments.offline:
-        if data is None:
-            raise BuildError(f"{measurements} is missing; run without --offline first")
-    else:
-        asked = [
-            (op, size_m)
-            for op, tokens in TOKENS.items()
-            for size_m in tokens
-            if op == (arguments.op or op) and size_m in (arguments.tokens or tokens)
-        ]
-        new = measure(asked, arguments.seconds)
-        data = new if data is None else merged(data, new)
-        text = json.dumps(data, separators=(",", ":")).replace('{"op"', '\n{"op"')
-        measurements.write_text(text + "\n")
+    file = arguments.folder / "dispatch_table.json"
+    data = measurements.load(file, required=arguments.offline)
+    if not arguments.offline:
+        asked = measurements.asked(TOKENS, arguments.op, arguments.tokens)
+        data = measurements.merged(data, measure(asked, arguments.seconds), key)
+        measurements.store(file, data, "op")
+    assert data is not None
     (arguments.folder / "dispatch_table.h").write_text(header(data))
     return 0
 

@@ -13,12 +13,12 @@ times and writes both: sm90_tiles.json and sm90_tiles.h.
 """
 
 import argparse
-import json
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lib.bench import measurements
 from lib.bench.layers import LAYERS, Layer
 from lib.bench.sm90_costs import (
     CSRC,
@@ -76,10 +76,7 @@ def measure(
     from lib.bench.ops import load_ops, random_weight
     from lib.bench.timing import graph_time, rotation
 
-    if not torch.cuda.is_available():
-        raise BuildError(
-            "there is no CUDA device; use --offline, or a machine with one"
-        )
+    measurements.require_cuda()
     load_ops()
     start = time.monotonic()
     clusters = device_clusters()
@@ -113,7 +110,6 @@ def measure(
                         raise BuildError(f"not done after {seconds} s; raise --seconds")
                     tile = model.shapes[kernel][cut.tile]
                     product = caller(kernel, tile, cut.split, sizes)
-
                     calls = [partial(product, x, weight, w.scale) for weight in codes]
                     try:
                         total = graph_time(calls, 5)
@@ -127,14 +123,7 @@ def measure(
                 size = {"M": size_m, "N_pad": n_pad, "K_pad": k_pad}
                 entries.append({"kernel": kernel, **size, "times": times})
                 bar.update()
-    return {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "date": time.strftime("%Y-%m-%d"),
-        "dtype": "bfloat16",
-        "entries": entries,
-    }
+    return measurements.origin() | {"entries": entries}
 
 
 def device_clusters() -> dict[tuple[int, int], int]:
@@ -163,12 +152,6 @@ def key(entry: dict[str, Any]) -> tuple[int, int, int, int]:
     return kernel, entry["N_pad"], entry["K_pad"], entry["M"]
 
 
-def merged(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
-    """`new`, with the entries of `old` that it has not measured."""
-    entries = {key(e): e for e in [*(old["entries"] if old else []), *new["entries"]]}
-    return new | {"entries": [entries[k] for k in sorted(entries)]}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -195,24 +178,15 @@ def main() -> int:
     arguments = parser.parse_args()
     model = Model(arguments.folder)
     file = arguments.folder / "sm90_tiles.json"
-    data = json.loads(file.read_text()) if file.is_file() else None
-    if arguments.offline:
-        if data is None:
-            raise BuildError(f"{file} is missing; run without --offline first")
-    else:
-        asked = [
-            (kernel, size_m)
-            for kernel, tokens in TOKENS.items()
-            for size_m in tokens
-            if kernel == (arguments.kernel or kernel)
-            and size_m in (arguments.tokens or tokens)
-        ]
+    data = measurements.load(file, required=arguments.offline)
+    if not arguments.offline:
+        asked = measurements.asked(TOKENS, arguments.kernel, arguments.tokens)
         if not asked:
             raise BuildError(f"--tokens: no kernel is measured with {arguments.tokens}")
         new = measure(model, asked, arguments.within, arguments.seconds)
-        data = merged(data, new)
-        text = json.dumps(data, separators=(",", ":"))
-        file.write_text(text.replace('{"kernel"', '\n{"kernel"') + "\n")
+        data = measurements.merged(data, new, key)
+        measurements.store(file, data, "kernel")
+    assert data is not None
     for kernel in KERNELS:
         entries = [e for e in data["entries"] if e["kernel"] == kernel and e["times"]]
         if not entries:
