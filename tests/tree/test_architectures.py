@@ -117,16 +117,22 @@ CUT = ["WhisperForConditionalGeneration"]
 """Loaded as one of two ranks, too."""
 
 
+def save(folder: Path, name: str, settings: dict[str, Any], seed: int) -> Any:
+    """A random model of transformers' class `name`, which is also saved."""
+    family = name.partition("For")[0].removesuffix("Model")
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **settings})
+    torch.manual_seed(seed)
+    model = getattr(transformers, name)(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
 def test_every_architecture_loads(tmp_path: Path) -> None:
     """Embeddings and heads included: tensors that no layer wants are refused."""
     jobs: dict[str, dict[str, Any]] = {}
     for seed, (name, settings) in enumerate(MODELS.items()):
-        family, _, task = name.partition("For")
-        config = getattr(transformers, f"{family}Config")(**{**SIZES, **settings})
-        torch.manual_seed(seed)
-        model = getattr(transformers, f"{family}For{task or 'CausalLM'}")(config)
         source, dest = tmp_path / name, tmp_path / f"{name}-ternary"
-        model.eval().save_pretrained(source)
+        save(source, name if "For" in name else f"{name}ForCausalLM", settings, seed)
         arguments = [str(source), str(dest), "--quantize", "absmean"]
         arguments += ["--embeddings", "yes", "--block-size", "32"]
         assert convert_checkpoint.main(arguments) == 0, name
@@ -147,7 +153,7 @@ LEFT_ALONE: dict[str, dict[str, Any]] = {
         n_embd=128, n_inner=192, n_layer=2, n_head=4, rotary_dim=16
     ),
     "LlamaForCausalLM": {},
-    "OPTForCausalLM": dict(ffn_dim=192, word_embed_proj_dim=128),
+    "OPTForCausalLM": MODELS["OPT"],
     "Phi3ForCausalLM": {},
     "StableLmForCausalLM": {},
 }
@@ -157,15 +163,10 @@ def test_a_layer_may_stay_as_it_is(tmp_path: Path) -> None:
     """By the names that its modules have in the checkpoint, one by one."""
     jobs = {}
     for seed, (name, settings) in enumerate(LEFT_ALONE.items()):
-        family = name.removesuffix("Model").removesuffix("ForCausalLM")
-        config = getattr(transformers, f"{family}Config")(**{**SIZES, **settings})
-        torch.manual_seed(seed)
         source, dest = tmp_path / name, tmp_path / f"{name}-ternary"
-        model = getattr(transformers, name)(config)
-        model.eval().save_pretrained(source)
         first = [
             module
-            for module, layer in model.named_modules()
+            for module, layer in save(source, name, settings, seed).named_modules()
             if isinstance(layer, torch.nn.Linear) and ".0." in module
         ]
         assert len(first) > 3
