@@ -163,7 +163,7 @@ void sm90_prefill_gemm_cut(const PrefillArgs& a, const int64_t* cut) {
     run_few(a, plan);
   } else {
     const Plan plan{c[0], c[1], c[2], c[3], c[4], c[5]};
-    if (plan.split > plan.tokens / 8 || plan.split * plan.sets > k_blocks) {
+    if (!splits(plan, plan.split, k_blocks)) {
       throw std::runtime_error("ternary prefill: no kernel for the plan");
     }
     run(a, plan, {0, a.N_pad}, Chain::kAlone, device_of(a.device).processors);

@@ -54,8 +54,10 @@ inline int clusters_of(const Variant& v, int split_log2, const Slots& slots) {
   return size_log2 < 4 ? slots.clusters[size_log2] : 0;
 }
 
-// Whether there is K enough for a split, and for every set of a block.
-inline bool splits(const Variant& v, int split, int k_blocks) {
+// Whether there is K enough for a split, and for every set of a block. A tile
+// is a Variant or a Plan.
+template <typename Tile>
+bool splits(const Tile& v, int split, int k_blocks) {
   return split <= v.tokens / 8 && split * v.sets <= k_blocks;
 }
 
