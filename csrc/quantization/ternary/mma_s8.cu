@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-#include "mma_s8_stage.cuh"
+#include "mma_s8_direct.cuh"
 
 namespace vllm::ternary {
 
@@ -8,6 +8,10 @@ void mma_s8_digits_half(const S8Args&, const MmaConfig&);
 void mma_s8_digits_bfloat16(const S8Args&, const MmaConfig&);
 void mma_s8_int8_half(const S8Args&, const MmaConfig&, S8Scale);
 void mma_s8_int8_bfloat16(const S8Args&, const MmaConfig&, S8Scale);
+bool mma_s8_direct_digits_half(const DirectArgs&, const MmaConfig&);
+bool mma_s8_direct_digits_bfloat16(const DirectArgs&, const MmaConfig&);
+bool mma_s8_direct_int8_half(const DirectArgs&, const MmaConfig&, bool);
+bool mma_s8_direct_int8_bfloat16(const DirectArgs&, const MmaConfig&, bool);
 
 namespace {
 
@@ -39,6 +43,41 @@ S8Args common(const Args& g) {
   return a;
 }
 
+// What the kernels with short chains take: sm_90 and later, K of whole 32.
+template <typename Args>
+bool direct_takes(const Args& g, const MmaConfig& config) {
+  return config.variant >= kDirect && g.K % 32 == 0 &&
+         device_info(g.device).capability >= 90;
+}
+
+template <typename Args>
+DirectArgs direct(const Args& g) {
+  DirectArgs a{};
+  const S8Args c = common(g);
+  a.weight = g.weight;
+  a.scale = g.scale;
+  a.scale_dtype = g.scale_dtype;
+  a.bias = g.bias;
+  a.y = g.y;
+  a.ldy = g.N;
+  a.M = g.M;
+  a.N = g.N;
+  a.K = g.K;
+  a.N_pad = g.N_pad;
+  a.all_k_tiles = g.K_pad / 128;
+  a.block_shift = int(c.ring.block_shift);
+  a.last_block = g.num_blocks - 1;
+  a.device = g.device;
+  a.stream = g.stream;
+  return a;
+}
+
+// `config` for the kernels that have no such variant.
+MmaConfig without_direct(MmaConfig config) {
+  if (config.variant >= kDirect) config.variant = 0;
+  return config;
+}
+
 }  // namespace
 
 bool mma_s8_supported(const W2A8Args& g) {
@@ -53,6 +92,17 @@ bool mma_s8_quantizes(const QuantArgs& q, const W2A8Args& g) {
 
 void mma_s8_gemm(const W2A8Args& g, const MmaConfig& config,
                  const QuantArgs* quant) {
+  if (quant && g.parts == 1 && direct_takes(g, config)) {
+    DirectArgs d = direct(g);
+    d.x = quant->x;
+    d.ldx = quant->ldx;
+    const bool row = scale_of(g) == S8Scale::kRow;
+    if (g.dtype == DType::kHalf ? mma_s8_direct_int8_half(d, config, row)
+                                : mma_s8_direct_int8_bfloat16(d, config, row)) {
+      return;
+    }
+  }
+  const MmaConfig c = without_direct(config);
   S8Args a = common(g);
   if (quant) {
     a.x = quant->x;
@@ -67,9 +117,9 @@ void mma_s8_gemm(const W2A8Args& g, const MmaConfig& config,
   a.parts = g.parts;
   a.ldy = g.N;
   if (g.dtype == DType::kHalf) {
-    mma_s8_int8_half(a, config, scale_of(g));
+    mma_s8_int8_half(a, c, scale_of(g));
   } else {
-    mma_s8_int8_bfloat16(a, config, scale_of(g));
+    mma_s8_int8_bfloat16(a, c, scale_of(g));
   }
 }
 
@@ -79,14 +129,24 @@ bool mma_s8_supported(const GemmArgs& g) {
 }
 
 void mma_s8_gemm(const GemmArgs& g, const MmaConfig& config) {
+  if (direct_takes(g, config)) {
+    DirectArgs d = direct(g);
+    d.x = g.x;
+    d.ldx = g.ldx;
+    if (g.dtype == DType::kHalf ? mma_s8_direct_digits_half(d, config)
+                                : mma_s8_direct_digits_bfloat16(d, config)) {
+      return;
+    }
+  }
+  const MmaConfig c = without_direct(config);
   S8Args a = common(g);
   a.x = g.x;
   a.ldx = g.ldx;
   a.ldy = g.ldy;
   if (g.dtype == DType::kHalf) {
-    mma_s8_digits_half(a, config);
+    mma_s8_digits_half(a, c);
   } else {
-    mma_s8_digits_bfloat16(a, config);
+    mma_s8_digits_bfloat16(a, c);
   }
 }
 

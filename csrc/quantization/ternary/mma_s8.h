@@ -9,6 +9,10 @@
 
 namespace vllm::ternary {
 
+// MmaConfig::variant from here on: the kernels with short chains of latencies,
+// where they take the product (mma_s8_direct_launch.cuh), else as variant 0.
+constexpr int kDirect = 8;
+
 // W2A8: any block that is a multiple of 32 (or one per row), any scale type.
 bool mma_s8_supported(const W2A8Args& args);
 // With `quant`, tokens are quantized inside the kernel from its x, and what

@@ -51,6 +51,10 @@ VARIANTS = {
     "s8": {16: 2},
     "inside": {8: 3, 16: 2},
 }
+# The kernels with short chains (kDirect in mma_s8.h): two, three CTAs or one share a
+# multiprocessor; for at most so many tokens.
+DIRECT = (8, 9, 10)
+DIRECT_TOKENS = {("w2a16", "s8"): 2, ("w2a8", "inside"): 8}
 # As ternary_gemm_w2a8_tuned numbers them.
 TUNED_W2A8 = {"s8": 1, "sm90": 2, "inside": 3}
 # What a kernel says of a size or a cut that it does not take; any other error is one.
@@ -75,8 +79,9 @@ def candidates(op: str, size_m: int) -> Iterator[dict[str, Any]]:
         kernels.append("inside")
     for kernel in kernels:
         counts = VARIANTS.get(kernel, {})
-        variants = next((n for top, n in counts.items() if size_m <= top), 1)
-        for variant in range(variants):
+        variants = range(next((n for top, n in counts.items() if size_m <= top), 1))
+        direct = DIRECT if size_m <= DIRECT_TOKENS.get((op, kernel), 0) else ()
+        for variant in (*variants, *direct):
             for split in SPLITS if few else SPLITS[::2]:
                 for waves in WAVES if few else WAVES[:1]:
                     cut = {"split": split, "waves": waves, "variant": variant}

@@ -1,0 +1,283 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+//
+// W2A16 for one or two tokens: each value of x in four signed digits, as
+// stage_digits() in mma_s8_stage.cuh makes them, but in units of what the
+// warp's part of K has as its largest value.
+#pragma once
+
+#include "mma_s8_direct.cuh"
+
+namespace vllm::ternary {
+
+// out[d]: digit d of the integers nearest to the values times `up`, highest
+// first.
+template <typename T>
+__device__ __forceinline__ void digits_of(const Eight& x, float up,
+                                          uint32_t (&out)[4][2]) {
+#pragma unroll
+  for (int t = 0; t < 2; ++t) {
+    float values[4];
+    x.values<T>(t, values);
+    uint32_t of[4];  // of each value, the lowest in the lowest byte
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const int n = __float2int_rn(values[c] * up);
+      of[c] = (uint32_t(n) + 0x00808080u) ^ 0x00808080u;
+    }
+    const uint32_t low01 = __byte_perm(of[0], of[1], 0x5140);
+    const uint32_t low23 = __byte_perm(of[2], of[3], 0x5140);
+    const uint32_t high01 = __byte_perm(of[0], of[1], 0x7362);
+    const uint32_t high23 = __byte_perm(of[2], of[3], 0x7362);
+    out[3][t] = __byte_perm(low01, low23, 0x5410);
+    out[2][t] = __byte_perm(low01, low23, 0x7632);
+    out[1][t] = __byte_perm(high01, high23, 0x5410);
+    out[0][t] = __byte_perm(high01, high23, 0x7632);
+  }
+}
+
+// Stores v at `at` in CTA `rank` of the cluster; its barrier counts the bytes.
+__device__ __forceinline__ void store_cluster(uint32_t at, uint32_t barrier,
+                                              int rank, float v) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 to, counter;\n"
+      "mapa.shared::cluster.u32 to, %0, %2;\n"
+      "mapa.shared::cluster.u32 counter, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [to], %3, "
+      "[counter];\n"
+      "}" ::"r"(at),
+      "r"(barrier), "r"(rank), "r"(__float_as_uint(v))
+      : "memory");
+}
+
+// Waits for all that store_cluster() brings.
+__device__ __forceinline__ void wait_cluster(uint32_t barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], "
+      "%1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(barrier),
+      "r"(0)
+      : "memory");
+}
+
+// kHeld: k tiles of a warp, if their digits fit in registers, or 0. kRounds:
+// times 256 values, what a warp has of x at most.
+template <typename T, int kWarps, int kTokens, int kHeld, int kRounds>
+__global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
+    direct_digits_kernel(const __grid_constant__ DirectArgs a) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) uint8_t smem[];
+  const DirectWarp w(a, smem_address(smem));
+  const int lane = w.lane;
+  const uint32_t counter = w.shared + a.counter;
+  const int outputs = w.tiles * 16 * kTokens;
+
+  pdl_launch_dependents();
+  DirectRing<true> ring(a, w);
+  if (elect_lane()) {
+    ring.init();
+    if (a.split > 1 && w.warp == 0) {
+      mbarrier_init(counter, 1);
+      // Outputs of this rank, from every rank.
+      const int own = (outputs + a.split - 1 - w.rank) >> a.split_log2;
+      mbarrier_expect(counter, (own << a.split_log2) * 4);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    ring.fill_all();
+  }
+  __syncwarp();
+  ring.fetch_scales();
+  if (a.split > 1) {
+    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+  }
+  pdl_wait();
+  if (a.split > 1) {  // the others' counters are ready
+    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+  }
+
+  // x is loaded once: even a load that hits L1 would wait behind the weights of
+  // the next kernel, which begins now.
+  Eight x[kTokens][kRounds];
+  float up[kTokens], factor[kTokens];
+#pragma unroll
+  for (int m = 0; m < kTokens; ++m) {
+#pragma unroll
+    for (int j = 0; j < kRounds; ++j) {
+      const int k = w.kt0 * 128 + eight_position(lane) + j * 256;
+      x[m][j].load(static_cast<const T*>(a.x) + m * a.ldx, k,
+                   j * 2 + (lane >> 4) < w.n && k < a.K);
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < kTokens; ++m) {
+    uint32_t top = 0;
+#pragma unroll
+    for (int j = 0; j < kRounds; ++j) top = x[m][j].largest(top);
+    top = __reduce_max_sync(~0u, max(top & 0xffffu, top >> 16));
+    const uint32_t bits =
+        __float_as_uint(to_float(reinterpret_cast<const T&>(top)));
+    // 2^(e - 1) <= the largest value < 2^e, or e is as low as it may be.
+    const int e = max(int(bits >> 23) - 126, -97);
+    up[m] = __uint_as_float(uint32_t(30 - e + 127) << 23);
+    factor[m] = bits < 0x7f800000u
+                    ? __uint_as_float(uint32_t(e - 30 + 127) << 23)
+                    : __uint_as_float(0x7fffffffu);
+  }
+#pragma unroll
+  for (int m = 0; m < kTokens; ++m) {
+#pragma unroll
+    for (int j = 0; j < kRounds; ++j) {
+      // With kHeld, a k tile too many is zero.
+      if (j * 2 + (lane >> 4) >= (kHeld ? kHeld : w.n)) continue;
+      uint32_t out[4][2];
+      digits_of<T>(x[m][j], up[m], out);
+      const uint32_t to =
+          w.base + a.columns + m * 4 * a.pitch + (lane + j * 32) * 8;
+#pragma unroll
+      for (int d = 0; d < 4; ++d) store_shared_8(to + d * a.pitch, out[d]);
+    }
+  }
+  cp_async_wait<0>();
+  __syncwarp();
+
+  const uint32_t column = w.base + a.columns +
+                          (lane & (kTokens * 4 - 1)) * a.pitch +
+                          (lane >> 3) * 16;
+  uint32_t held[kHeld ? kHeld : 1][2][4];
+  int held_start[kHeld ? kHeld : 1][4];
+  if constexpr (kHeld > 0) {
+#pragma unroll
+    for (int h = 0; h < kHeld; ++h) load_columns(column, h, held[h]);
+#pragma unroll
+    for (int h = 0; h < kHeld; ++h) start_of(held[h], held_start[h]);
+  } else {
+    put_starts(w.base + a.starts, column, w.n, lane);
+  }
+
+  // A lane has two digits of a token, its neighbour the others, at rows lane /
+  // 4 and 8 further on.
+  const int token = kTokens > 1 ? (lane & 3) >> 1 : 0;
+  const bool writes = !(lane & (kTokens > 1 ? 1 : 3));
+  const float even = token ? factor[kTokens - 1] : factor[0];
+  const float odd = even * 0.25f;
+  uint32_t to = w.shared + a.sums +
+                (w.part * a.part_sums +
+                 (w.first * 16 + (lane >> 2)) * kTokens + token) *
+                    4;
+  const int to_step = (64 * kTokens) << a.step_log2;
+  const int scale_step = a.rows_most * 32;
+  const int scale_lane = (lane >> 2) * 2;
+
+  auto unit = [&](const uint32_t (&b)[2][4], const int (&start)[4],
+                  uint32_t words, uint32_t scale, float (&acc)[2]) {
+    int d[4];
+    multiply_tile(d, words + lane * 16, b, start);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint32_t raw = load_shared_u16(scale + h * 16 + scale_lane);
+      acc[h] = fmaf(__half2float(__ushort_as_half(uint16_t(raw))),
+                    float(d[2 * h] * 256 + d[2 * h + 1]), acc[h]);
+    }
+  };
+  auto flush = [&](const float (&acc)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float low = __shfl_down_sync(~0u, acc[h], 1);
+      const float v = fmaf(acc[h], 65536.0f, low) * (h ? odd : even);
+      if (writes) store_shared_4(to + h * 32 * kTokens, __float_as_uint(v));
+    }
+    to += to_step;
+  };
+  if constexpr (kHeld > 0) {
+    // Where a warp has a k tile less, its last stands in for it: x is zero.
+    const int last = kHeld > 1 ? w.n - 1 : 0;
+#pragma unroll 1
+    for (int left = w.mine; left > 0; --left) {
+      float acc[2] = {};
+      ring.wait(1);
+      unit(held[0], held_start[0], ring.slot, ring.scales, acc);
+      if constexpr (kHeld > 1) {
+        unit(held[1], held_start[1], ring.slot + last * 512,
+             ring.scales + last * scale_step, acc);
+      }
+      flush(acc);
+      ring.advance(1, left);
+    }
+  } else {
+#pragma unroll 1
+    for (int left = w.mine; left > 0;) {
+      float acc[2][2] = {};
+      const bool two = ring.has_two(left);
+      ring.wait(two ? 2 : 1);
+      uint32_t words = ring.slot, scale = ring.scales;
+      uint32_t start_at = w.base + a.starts + (lane & 3) * 16;
+#pragma unroll 1
+      for (int kt = 0; kt < w.n; ++kt) {
+        uint32_t b[2][4];
+        load_columns(column, kt, b);
+        const uint4 v = load_shared_16(start_at);
+        const int start[4] = {int(v.x), int(v.y), int(v.z), int(v.w)};
+        unit(b, start, words, scale, acc[0]);
+        if (two) unit(b, start, words + a.slot_bytes, scale + 32, acc[1]);
+        words += 512;
+        scale += scale_step;
+        start_at += 64;
+      }
+      flush(acc[0]);
+      if (two) flush(acc[1]);
+      ring.advance(two ? 2 : 1, left);
+      left -= two ? 2 : 1;
+    }
+  }
+  __syncthreads();
+
+  auto store = [&](int i, float v) {
+    const int n = w.tile0 * 16 + (kTokens > 1 ? i >> 1 : i);
+    if (n >= a.N) return;
+    if (a.bias) v += to_float(static_cast<const T*>(a.bias)[n]);
+    static_cast<T*>(a.y)[(kTokens > 1 ? (i & 1) * a.ldy : 0) + n] =
+        from_float<T>(v);
+  };
+  // Eight threads an output, each with every eighth part.
+  const int each = threadIdx.x & 7;
+#pragma unroll 1
+  for (int i0 = 0; i0 < outputs; i0 += kWarps * 4) {
+    const int i = i0 + (threadIdx.x >> 3);
+    float v = 0.0f;
+    if (i < outputs) {
+      const uint32_t at = w.shared + a.sums + (each * a.part_sums + i) * 4;
+      if (each < 1 << a.parts_log2) v = __uint_as_float(load_shared_u32(at));
+      if (kWarps > 8 && a.parts_log2 == 4) {
+        v += __uint_as_float(load_shared_u32(at + 32 * a.part_sums));
+      }
+    }
+#pragma unroll
+    for (int d = 1; d < 8; d *= 2) v += __shfl_xor_sync(~0u, v, d);
+    if (each || i >= outputs) continue;
+    if (a.split == 1) {
+      store(i, v);
+    } else {  // output i belongs to CTA i % split
+      store_cluster(w.shared + a.received +
+                        (w.rank * a.rank_sums + (i >> a.split_log2)) * 4,
+                    counter, i & (a.split - 1), v);
+    }
+  }
+  if (a.split > 1) {
+    wait_cluster(counter);
+    const float* received = reinterpret_cast<const float*>(smem + a.received);
+    for (int i = threadIdx.x; (i << a.split_log2) + w.rank < outputs;
+         i += kWarps * 32) {
+      float v = 0.0f;
+      for (int r = 0; r < a.split; ++r) v += received[r * a.rank_sums + i];
+      store((i << a.split_log2) + w.rank, v);
+    }
+  }
+#endif
+}
+
+}  // namespace vllm::ternary
