@@ -34,7 +34,7 @@ struct DirectArgs {
   // [k tile][row tile][16], columns [column][pitch], starts of sums [k tile]
   // and barriers begin; then of what the CTA has.
   int warp_bytes, slot_bytes, scales, columns, pitch, starts, barriers;
-  int sums, tokens, counter, received;
+  int rows, sums, tokens, counter, received;
   int part_sums;  // of a part: [row][token]
   int rank_sums;  // from one CTA of the cluster
   int device;
@@ -90,6 +90,21 @@ struct DirectWarp {
     base = smem + warp * a.warp_bytes;
   }
 };
+
+// The scale (where kRow) and the bias of each row of the CTA into shared
+// memory, while the kernel ahead still runs.
+template <typename T, bool kRow>
+__device__ __forceinline__ void fetch_rows(const DirectArgs& a,
+                                           const DirectWarp& w, float2* rows) {
+  if (!kRow && !a.bias) return;
+  for (int i = threadIdx.x; i < w.tiles * 16; i += blockDim.x) {
+    const int n = w.tile0 * 16 + i;
+    float2 row = {};
+    if (kRow) row.x = load_as_float(a.scale, a.scale_dtype, n);
+    if (a.bias && n < a.N) row.y = to_float(static_cast<const T*>(a.bias)[n]);
+    rows[i] = row;
+  }
+}
 
 // A warp's ring: a slot holds a row tile's words of its k tiles. kScales: with
 // float16 scales beside it, all of which are fetched at once.

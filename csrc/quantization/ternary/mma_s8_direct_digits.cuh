@@ -92,6 +92,8 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
   }
   __syncwarp();
   ring.fetch_scales();
+  float2* const rows = reinterpret_cast<float2*>(smem + a.rows);
+  fetch_rows<T, false>(a, w, rows);
   if (a.split > 1) {
     asm volatile("barrier.cluster.arrive.release;" ::: "memory");
   }
@@ -237,9 +239,10 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
   __syncthreads();
 
   auto store = [&](int i, float v) {
-    const int n = w.tile0 * 16 + (kTokens > 1 ? i >> 1 : i);
+    const int row = kTokens > 1 ? i >> 1 : i;
+    const int n = w.tile0 * 16 + row;
     if (n >= a.N) return;
-    if (a.bias) v += to_float(static_cast<const T*>(a.bias)[n]);
+    if (a.bias) v += rows[row].y;
     static_cast<T*>(a.y)[(kTokens > 1 ? (i & 1) * a.ldy : 0) + n] =
         from_float<T>(v);
   };

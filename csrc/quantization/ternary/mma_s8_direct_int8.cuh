@@ -20,7 +20,9 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
   extern __shared__ __align__(128) uint8_t smem[];
   const DirectWarp w(a, smem_address(smem));
   const int lane = w.lane;
+  // Of each token, the largest value in each part of K, and in all.
   uint32_t* const most = reinterpret_cast<uint32_t*>(smem + a.tokens);
+  uint32_t* const table = most + kWarps * kTokens;
 
   pdl_launch_dependents();
   DirectRing<!kRow> ring(a, w);
@@ -29,9 +31,10 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     ring.fill_all();
   }
-  if (threadIdx.x < kTokens) most[threadIdx.x] = 0;
-  __syncthreads();
+  __syncwarp();
   ring.fetch_scales();
+  float2* const rows = reinterpret_cast<float2*>(smem + a.rows);
+  fetch_rows<T, kRow>(a, w, rows);
   pdl_wait();
 
   Eight x[kTokens][kRounds];
@@ -44,7 +47,7 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
                    m < a.M && j * 2 + (lane >> 4) < w.n && k < a.K);
     }
   }
-  uint32_t mine = 0;
+  uint32_t mine = 0;  // of token `lane`
 #pragma unroll
   for (int m = 0; m < kTokens; ++m) {
     uint32_t top = 0;
@@ -53,10 +56,22 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
     top = __reduce_max_sync(~0u, max(top & 0xffffu, top >> 16));
     if (lane == m) mine = top;
   }
-  if (lane < kTokens && w.first == 0) atomicMax(most + lane, mine);
+  if (lane < kTokens && w.first == 0) most[w.part * kTokens + lane] = mine;
   __syncthreads();
-  // A lane has the numbers of token lane % kTokens.
-  const uint32_t top = most[lane & (kTokens - 1)];
+  // The largest value of token lane % kTokens.
+  uint32_t top = 0;
+#pragma unroll
+  for (int p = 0; p < kWarps; p += 32 / kTokens) {
+    const int from = p + lane / kTokens;
+    if (from < 1 << a.parts_log2) {
+      top = max(top, most[from * kTokens + (lane & (kTokens - 1))]);
+    }
+  }
+#pragma unroll
+  for (int d = kTokens; d < 32; d *= 2) {
+    top = max(top, __shfl_xor_sync(~0u, top, d));
+  }
+  if (threadIdx.x < kTokens) table[lane] = top;
   const float bound =
       fmaxf(to_float(reinterpret_cast<const T&>(top)), 1e-5f);
   const float up = __fmul_rn(127.0f, __frcp_rn(bound));
@@ -197,8 +212,8 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
     Sum sum = 0;
     float scale = 1.0f, bias = 0.0f;
     if (valid) {
-      if constexpr (kRow) scale = load_as_float(a.scale, a.scale_dtype, n);
-      if (a.bias) bias = to_float(static_cast<const T*>(a.bias)[n]);
+      scale = rows[i / kTokens].x;
+      bias = rows[i / kTokens].y;
 #pragma unroll
       for (int p = 0; p < kWarps; p += kEach) {
         if (p + each < 1 << a.parts_log2) {
@@ -211,7 +226,7 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
 #pragma unroll
     for (int d = 1; d < kEach; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
     if (!valid || each) continue;
-    const uint32_t top_m = most[m];
+    const uint32_t top_m = table[m];
     const float largest = to_float(reinterpret_cast<const T&>(top_m));
     const float factor = __float_as_uint(largest) < 0x7f800000u
                              ? __fdiv_rn(fmaxf(largest, 1e-5f), 127.0f)

@@ -56,9 +56,11 @@ inline int cut_direct(DirectArgs& a, const MmaConfig& c,
       a.starts = a.columns + columns * a.pitch;
       a.barriers = a.starts + k_most * 64;
       a.warp_bytes = (a.barriers + a.slots * 8 + 127) / 128 * 128;
-      a.sums = kDirectWarps * a.warp_bytes;
+      a.rows = kDirectWarps * a.warp_bytes;
+      a.sums = a.rows + all * 16 * 8;
       a.tokens = a.sums + parts * a.part_sums * 4;
-      a.counter = a.tokens + tokens * 4 + (tokens & 1) * 4;
+      a.counter = a.tokens + (kDirectWarps + 1) * tokens * 4;
+      a.counter = (a.counter + 7) / 8 * 8;
       a.received = a.counter + 8;
       const int bytes =
           a.received + (a.split > 1 ? a.split * a.rank_sums * 4 : 0);
