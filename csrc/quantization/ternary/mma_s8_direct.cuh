@@ -160,8 +160,7 @@ struct DirectRing {
         const half* row = static_cast<const half*>(a.scale) +
                           uint32_t(block) * uint32_t(a.N_pad) +
                           (w.tile0 + w.first) * 16 + (w.lane & 1) * 8;
-        const uint32_t to =
-            scales + d * a.rows_most * 32 + (w.lane & 1) * 16;
+        const uint32_t to = scales + d * a.rows_most * 32 + (w.lane & 1) * 16;
 #pragma unroll 1
         for (int r = (w.lane >> 1) & 7; r < w.mine; r += 8) {
           cp_async_16(to + r * 32, row + (r << a.step_log2) * 16);

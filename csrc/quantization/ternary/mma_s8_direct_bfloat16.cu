@@ -4,12 +4,13 @@
 
 namespace vllm::ternary {
 
-bool mma_s8_direct_digits_bfloat16(const DirectArgs& args, const MmaConfig& config) {
+bool mma_s8_direct_digits_bfloat16(const DirectArgs& args,
+                                   const MmaConfig& config) {
   return launch_direct_digits<__nv_bfloat16>(args, config);
 }
 
-bool mma_s8_direct_int8_bfloat16(const DirectArgs& args, const MmaConfig& config,
-                              bool row) {
+bool mma_s8_direct_int8_bfloat16(const DirectArgs& args,
+                                 const MmaConfig& config, bool row) {
   return launch_direct_int8<__nv_bfloat16>(args, config, row);
 }
 

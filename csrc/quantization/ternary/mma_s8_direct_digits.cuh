@@ -10,8 +10,8 @@
 
 namespace vllm::ternary {
 
-// out[d]: digit d of the integers nearest to the values times `up`, highest
-// first.
+// out[d]: digit d of the integers nearest to the values times 2^15 `up`,
+// highest first.
 template <typename T>
 __device__ __forceinline__ void digits_of(const Eight& x, float up,
                                           uint32_t (&out)[4][2]) {
@@ -22,7 +22,7 @@ __device__ __forceinline__ void digits_of(const Eight& x, float up,
     uint32_t of[4];  // of each value, the lowest in the lowest byte
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      const int n = __float2int_rn(values[c] * up);
+      const int n = __float2int_rn(values[c] * up * 32768.0f);
       of[c] = (uint32_t(n) + 0x00808080u) ^ 0x00808080u;
     }
     const uint32_t low01 = __byte_perm(of[0], of[1], 0x5140);
@@ -106,33 +106,33 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
   // the next kernel, which begins now.
   Eight x[kTokens][kRounds];
   float up[kTokens], factor[kTokens];
-#pragma unroll
+  #pragma unroll
   for (int m = 0; m < kTokens; ++m) {
-#pragma unroll
+  #pragma unroll
     for (int j = 0; j < kRounds; ++j) {
       const int k = w.kt0 * 128 + eight_position(lane) + j * 256;
       x[m][j].load(static_cast<const T*>(a.x) + m * a.ldx, k,
                    j * 2 + (lane >> 4) < w.n && k < a.K);
     }
   }
-#pragma unroll
+  #pragma unroll
   for (int m = 0; m < kTokens; ++m) {
     uint32_t top = 0;
-#pragma unroll
+  #pragma unroll
     for (int j = 0; j < kRounds; ++j) top = x[m][j].largest(top);
     top = __reduce_max_sync(~0u, max(top & 0xffffu, top >> 16));
     const uint32_t bits =
         __float_as_uint(to_float(reinterpret_cast<const T&>(top)));
     // 2^(e - 1) <= the largest value < 2^e, or e is as low as it may be.
-    const int e = max(int(bits >> 23) - 126, -97);
-    up[m] = __uint_as_float(uint32_t(30 - e + 127) << 23);
+    const int e = max(int(bits >> 23) - 126, -111);
+    up[m] = __uint_as_float(uint32_t(15 - e + 127) << 23);
     factor[m] = bits < 0x7f800000u
-                    ? __uint_as_float(uint32_t(e - 30 + 127) << 23)
+                    ? __uint_as_float(uint32_t(e - 15 + 127) << 23)
                     : __uint_as_float(0x7fffffffu);
   }
-#pragma unroll
+  #pragma unroll
   for (int m = 0; m < kTokens; ++m) {
-#pragma unroll
+  #pragma unroll
     for (int j = 0; j < kRounds; ++j) {
       // With kHeld, a k tile too many is zero.
       if (j * 2 + (lane >> 4) >= (kHeld ? kHeld : w.n)) continue;
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
       digits_of<T>(x[m][j], up[m], out);
       const uint32_t to =
           w.base + a.columns + m * 4 * a.pitch + (lane + j * 32) * 8;
-#pragma unroll
+  #pragma unroll
       for (int d = 0; d < 4; ++d) store_shared_8(to + d * a.pitch, out[d]);
     }
   }
@@ -153,9 +153,9 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
   uint32_t held[kHeld ? kHeld : 1][2][4];
   int held_start[kHeld ? kHeld : 1][4];
   if constexpr (kHeld > 0) {
-#pragma unroll
+  #pragma unroll
     for (int h = 0; h < kHeld; ++h) load_columns(column, h, held[h]);
-#pragma unroll
+  #pragma unroll
     for (int h = 0; h < kHeld; ++h) start_of(held[h], held_start[h]);
   } else {
     put_starts(w.base + a.starts, column, w.n, lane);
@@ -167,10 +167,10 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
   const bool writes = !(lane & (kTokens > 1 ? 1 : 3));
   const float even = token ? factor[kTokens - 1] : factor[0];
   const float odd = even * 0.25f;
-  uint32_t to = w.shared + a.sums +
-                (w.part * a.part_sums +
-                 (w.first * 16 + (lane >> 2)) * kTokens + token) *
-                    4;
+  uint32_t to =
+      w.shared + a.sums +
+      (w.part * a.part_sums + (w.first * 16 + (lane >> 2)) * kTokens + token) *
+          4;
   const int to_step = (64 * kTokens) << a.step_log2;
   const int scale_step = a.rows_most * 32;
   const int scale_lane = (lane >> 2) * 2;
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
                   uint32_t words, uint32_t scale, float (&acc)[2]) {
     int d[4];
     multiply_tile(d, words + lane * 16, b, start);
-#pragma unroll
+  #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const uint32_t raw = load_shared_u16(scale + h * 16 + scale_lane);
       acc[h] = fmaf(__half2float(__ushort_as_half(uint16_t(raw))),
@@ -187,10 +187,10 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
     }
   };
   auto flush = [&](const float (&acc)[2]) {
-#pragma unroll
+  #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float low = __shfl_down_sync(~0u, acc[h], 1);
-      const float v = fmaf(acc[h], 65536.0f, low) * (h ? odd : even);
+      const float low = __shfl_down_sync(~0u, acc[h], 1) * (1.0f / 32768.0f);
+      const float v = fmaf(acc[h], 2.0f, low) * (h ? odd : even);
       if (writes) store_shared_4(to + h * 32 * kTokens, __float_as_uint(v));
     }
     to += to_step;
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
   if constexpr (kHeld > 0) {
     // Where a warp has a k tile less, its last stands in for it: x is zero.
     const int last = kHeld > 1 ? w.n - 1 : 0;
-#pragma unroll 1
+  #pragma unroll 1
     for (int left = w.mine; left > 0; --left) {
       float acc[2] = {};
       ring.wait(1);
@@ -211,14 +211,14 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
       ring.advance(1, left);
     }
   } else {
-#pragma unroll 1
+  #pragma unroll 1
     for (int left = w.mine; left > 0;) {
       float acc[2][2] = {};
       const bool two = ring.has_two(left);
       ring.wait(two ? 2 : 1);
       uint32_t words = ring.slot, scale = ring.scales;
       uint32_t start_at = w.base + a.starts + (lane & 3) * 16;
-#pragma unroll 1
+  #pragma unroll 1
       for (int kt = 0; kt < w.n; ++kt) {
         uint32_t b[2][4];
         load_columns(column, kt, b);
@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
   };
   // Eight threads an output, each with every eighth part.
   const int each = threadIdx.x & 7;
-#pragma unroll 1
+  #pragma unroll 1
   for (int i0 = 0; i0 < outputs; i0 += kWarps * 4) {
     const int i = i0 + (threadIdx.x >> 3);
     float v = 0.0f;
@@ -259,7 +259,7 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
         v += __uint_as_float(load_shared_u32(at + 32 * a.part_sums));
       }
     }
-#pragma unroll
+  #pragma unroll
     for (int d = 1; d < 8; d *= 2) v += __shfl_xor_sync(~0u, v, d);
     if (each || i >= outputs) continue;
     if (a.split == 1) {

@@ -4,12 +4,13 @@
 
 namespace vllm::ternary {
 
-bool mma_s8_direct_digits_half(const DirectArgs& args, const MmaConfig& config) {
+bool mma_s8_direct_digits_half(const DirectArgs& args,
+                               const MmaConfig& config) {
   return launch_direct_digits<half>(args, config);
 }
 
 bool mma_s8_direct_int8_half(const DirectArgs& args, const MmaConfig& config,
-                              bool row) {
+                             bool row) {
   return launch_direct_int8<half>(args, config, row);
 }
 

@@ -38,9 +38,9 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
   pdl_wait();
 
   Eight x[kTokens][kRounds];
-#pragma unroll
+  #pragma unroll
   for (int m = 0; m < kTokens; ++m) {
-#pragma unroll
+  #pragma unroll
     for (int j = 0; j < kRounds; ++j) {
       const int k = w.kt0 * 128 + eight_position(lane) + j * 256;
       x[m][j].load(static_cast<const T*>(a.x) + m * a.ldx, k,
@@ -48,10 +48,10 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
     }
   }
   uint32_t mine = 0;  // of token `lane`
-#pragma unroll
+  #pragma unroll
   for (int m = 0; m < kTokens; ++m) {
     uint32_t top = 0;
-#pragma unroll
+  #pragma unroll
     for (int j = 0; j < kRounds; ++j) top = x[m][j].largest(top);
     top = __reduce_max_sync(~0u, max(top & 0xffffu, top >> 16));
     if (lane == m) mine = top;
@@ -60,35 +60,34 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
   __syncthreads();
   // The largest value of token lane % kTokens.
   uint32_t top = 0;
-#pragma unroll
+  #pragma unroll
   for (int p = 0; p < kWarps; p += 32 / kTokens) {
     const int from = p + lane / kTokens;
     if (from < 1 << a.parts_log2) {
       top = max(top, most[from * kTokens + (lane & (kTokens - 1))]);
     }
   }
-#pragma unroll
+  #pragma unroll
   for (int d = kTokens; d < 32; d *= 2) {
     top = max(top, __shfl_xor_sync(~0u, top, d));
   }
   if (threadIdx.x < kTokens) table[lane] = top;
-  const float bound =
-      fmaxf(to_float(reinterpret_cast<const T&>(top)), 1e-5f);
+  const float bound = fmaxf(to_float(reinterpret_cast<const T&>(top)), 1e-5f);
   const float up = __fmul_rn(127.0f, __frcp_rn(bound));
-#pragma unroll
+  #pragma unroll
   for (int m = 0; m < kTokens; ++m) {
     const float factor = __shfl_sync(~0u, up, m);
-#pragma unroll
+  #pragma unroll
     for (int j = 0; j < kRounds; ++j) {
       // With kHeld, a k tile too many is zero.
       if (j * 2 + (lane >> 4) >= (kHeld ? kHeld : w.n)) continue;
       uint32_t out[2];
-#pragma unroll
+  #pragma unroll
       for (int t = 0; t < 2; ++t) {
         float values[4];
         x[m][j].template values<T>(t, values);
         uint32_t q[4];
-#pragma unroll
+  #pragma unroll
         for (int c = 0; c < 4; ++c) q[c] = round_to_byte(values[c], factor);
         out[t] = low_bytes(q[0], q[1], q[2], q[3]);
       }
@@ -99,14 +98,14 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
   if constexpr (!kRow) cp_async_wait<0>();
   __syncwarp();
 
-  const uint32_t column = w.base + a.columns +
-                          (lane & (kTokens - 1)) * a.pitch + (lane >> 3) * 16;
+  const uint32_t column =
+      w.base + a.columns + (lane & (kTokens - 1)) * a.pitch + (lane >> 3) * 16;
   uint32_t held[kHeld ? kHeld : 1][2][4];
   int held_start[kHeld ? kHeld : 1][4];
   if constexpr (kHeld > 0) {
-#pragma unroll
+  #pragma unroll
     for (int h = 0; h < kHeld; ++h) load_columns(column, h, held[h]);
-#pragma unroll
+  #pragma unroll
     for (int h = 0; h < kHeld; ++h) start_of(held[h], held_start[h]);
   } else {
     put_starts(w.base + a.starts, column, w.n, lane);
@@ -122,10 +121,10 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
   const int scale_step = a.rows_most * 32;
   const int scale_lane = (lane >> 2) * 2;
   auto unit = [&](const uint32_t (&b)[2][4], const int (&start)[4],
-                  uint32_t words, uint32_t scale, Sum (&acc)[4]) {
+                  uint32_t words, uint32_t scale, Sum(&acc)[4]) {
     int d[4];
     multiply_tile(d, words + lane * 16, b, start);
-#pragma unroll
+  #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if constexpr (kRow) {
         acc[2 * h] += d[2 * h];
@@ -138,11 +137,11 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
       }
     }
   };
-  auto flush = [&](const Sum (&acc)[4]) {
-#pragma unroll
+  auto flush = [&](const Sum(&acc)[4]) {
+  #pragma unroll
     for (int h = 0; h < 2; ++h) {
       uint32_t out[2];
-#pragma unroll
+  #pragma unroll
       for (int c = 0; c < 2; ++c) {
         if constexpr (kRow) {
           out[c] = uint32_t(h ? acc[2 + c] >> 2 : acc[c]);
@@ -160,7 +159,7 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
   };
   if constexpr (kHeld > 0) {
     const int last = kHeld > 1 ? w.n - 1 : 0;
-#pragma unroll 1
+  #pragma unroll 1
     for (int left = w.mine; left > 0; --left) {
       Sum acc[4] = {};
       ring.wait(1);
@@ -173,14 +172,14 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
       ring.advance(1, left);
     }
   } else {
-#pragma unroll 1
+  #pragma unroll 1
     for (int left = w.mine; left > 0;) {
       Sum acc[2][4] = {};
       const bool two = ring.has_two(left);
       ring.wait(two ? 2 : 1);
       uint32_t words = ring.slot, scale = ring.scales;
       uint32_t start_at = w.base + a.starts + (lane & 3) * 16;
-#pragma unroll 1
+  #pragma unroll 1
       for (int kt = 0; kt < w.n; ++kt) {
         uint32_t b[2][4];
         load_columns(column, kt, b);
@@ -204,7 +203,7 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
   constexpr int kEach = kTokens > 1 ? 1 : 8;
   const int each = threadIdx.x % kEach;
   const int outputs = w.tiles * 16 * kTokens;
-#pragma unroll 1
+  #pragma unroll 1
   for (int i0 = 0; i0 < outputs; i0 += kWarps * 32 / kEach) {
     const int i = i0 + threadIdx.x / kEach;
     const int m = i % kTokens, n = w.tile0 * 16 + i / kTokens;
@@ -214,7 +213,7 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
     if (valid) {
       scale = rows[i / kTokens].x;
       bias = rows[i / kTokens].y;
-#pragma unroll
+  #pragma unroll
       for (int p = 0; p < kWarps; p += kEach) {
         if (p + each < 1 << a.parts_log2) {
           const uint32_t v = load_shared_u32(
@@ -223,7 +222,7 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
         }
       }
     }
-#pragma unroll
+  #pragma unroll
     for (int d = 1; d < kEach; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
     if (!valid || each) continue;
     const uint32_t top_m = table[m];

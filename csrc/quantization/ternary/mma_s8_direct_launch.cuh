@@ -32,8 +32,7 @@ inline int cut_direct(DirectArgs& a, const MmaConfig& c,
   const int row_tiles = a.N_pad / 16;
   a.split_log2 = floor_log2(std::clamp(c.split, 1, std::min(a.all_k_tiles, 8)));
   a.split = 1 << a.split_log2;
-  a.parts_log2 =
-      floor_log2(std::min(kDirectWarps, a.all_k_tiles / a.split));
+  a.parts_log2 = floor_log2(std::min(kDirectWarps, a.all_k_tiles / a.split));
   a.step_log2 = floor_log2(kDirectWarps) - a.parts_log2;
   const int parts = 1 << a.parts_log2, step = 1 << a.step_log2;
   a.k_tiles = a.all_k_tiles / (parts * a.split);
@@ -90,9 +89,9 @@ bool launch_direct_digits(DirectArgs a, const MmaConfig& c) {
       cut_direct(a, c, device, kTokens * 4, kTokens, true, groups);
   if (bytes == 0) return false;
   const int k_most = a.slot_bytes / 512;
-#define LAUNCH(held, rounds)                                             \
-  return launch_direct<                                                  \
-      direct_digits_kernel<T, kDirectWarps, kTokens, held, rounds>>(     \
+#define LAUNCH(held, rounds)                                         \
+  return launch_direct<                                              \
+      direct_digits_kernel<T, kDirectWarps, kTokens, held, rounds>>( \
       a, device, groups, bytes, c.pdl)
   if (k_most == 1) LAUNCH(1, 1);
   if (k_most == 2) LAUNCH(2, 1);
@@ -116,9 +115,9 @@ bool launch_direct_int8(DirectArgs a, MmaConfig c) {
   const int bytes = cut_direct(a, c, device, kTokens, kTokens, !kRow, groups);
   if (bytes == 0) return false;
   const int k_most = a.slot_bytes / 512;
-#define LAUNCH(held, rounds)                                               \
-  return launch_direct<                                                    \
-      direct_int8_kernel<T, kRow, kDirectWarps, kTokens, held, rounds>>(   \
+#define LAUNCH(held, rounds)                                             \
+  return launch_direct<                                                  \
+      direct_int8_kernel<T, kRow, kDirectWarps, kTokens, held, rounds>>( \
       a, device, groups, bytes, c.pdl)
   if (k_most == 1) LAUNCH(1, 1);
   if (k_most == 2) LAUNCH(2, 1);
