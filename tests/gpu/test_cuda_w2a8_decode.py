@@ -11,6 +11,12 @@ from lib.bench.ops import load_ops, random_weight
 
 DTYPES = [torch.float16, torch.bfloat16]
 NAIVE, OUTSIDE, INSIDE = 0, 1, 3  # of ternary_gemm_w2a8_tuned
+# The kernels for up to eight tokens (kDirect of mma_s8.h), quantizing: two, three and
+# one CTA of a multiprocessor. What they do not take, INSIDE does.
+DIRECT = [INSIDE + 16 * variant for variant in (8, 9, 10)]
+# k tiles of a warp: 1; 1 or 2; 2; for one token also 3 to 6 and 7 to 10; more than they
+# take. Fewer than 16 k tiles leave several warps for one part of K.
+DIRECT_K = [32, 160, 640, 1056, 2048, 3104, 4096, 4128, 10_016, 14_336, 20_480, 24_576]
 ROW = 1 << 20
 
 
@@ -44,11 +50,14 @@ def integers(size_m, size_k, gen, dtype=torch.float16):
     return x.to(dtype)
 
 
-@pytest.mark.parametrize("kernel", [OUTSIDE, INSIDE])
+@pytest.mark.parametrize("kernel", [OUTSIDE, INSIDE, *DIRECT])
 @pytest.mark.parametrize("size_m", [1, 2, 8, 9, 16])
 def test_integer_sums_are_exact(size_m, kernel):
     """Scales of 1 show the int32 sums, which must be exact."""
-    for size_n, size_k in [(64, 128), (200, 515), (130, 4096)]:
+    sizes = [(64, 128), (200, 515), (130, 4096)]
+    if kernel in DIRECT:
+        sizes += [(150, 544), (1000, 3104), (70, 9_024), (200, 20_480)]
+    for size_n, size_k in sizes:
         gen = generator(size_m + size_k)
         w = random_weight(size_n, size_k, ROW, scale_dtype=torch.float32, generator=gen)
         x = integers(size_m, size_k, gen)
@@ -80,6 +89,36 @@ def test_every_number_of_tokens(size_m, dtype):
         if size_m <= 16:
             assert torch.equal(y, product(x, w, INSIDE))
         assert torch.isfinite(product(x, w)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block", [ROW, 128, 256])
+@pytest.mark.parametrize("kernel", DIRECT)
+@pytest.mark.parametrize("size_m", range(1, 10))
+def test_up_to_eight_tokens(size_m, kernel, block, dtype):
+    """Any cut of N; one scale a row leaves no float sums at all."""
+    rng = random.Random(f"{size_m} {kernel} {block} {dtype}")
+    for size_k in DIRECT_K:
+        gen = generator(rng.randrange(1 << 30))
+        kinds = [torch.float16, torch.bfloat16, torch.float32]
+        w = random_weight(
+            rng.randint(1, 1500),
+            size_k,
+            block,
+            scale_dtype=rng.choice(kinds) if block == ROW else torch.float16,
+            generator=gen,
+        )
+        x = torch.randn((size_m, size_k), device="cuda", generator=gen).to(dtype)
+        bias = None
+        if rng.random() < 0.5:
+            bias = torch.randn(w.size_n, device="cuda", generator=gen).to(dtype)
+        naive = product(x, w, NAIVE, bias=bias)
+        groups = rng.choice([1, 5, 66, 132, 264])
+        y = product(x, w, kernel, groups, rng.choice([1, 2]), bias=bias)
+        if w.scale.shape[0] == 1:
+            assert torch.equal(y, naive)
+        assert torch.isfinite(y).all()
+        torch.testing.assert_close(y, naive, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -124,12 +163,13 @@ def test_parts_may_end_anywhere(block, dtype):
                 assert torch.equal(y, naive)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("kernel", [NAIVE, OUTSIDE, INSIDE, None])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("kernel", [NAIVE, OUTSIDE, INSIDE, None, *DIRECT])
 def test_a_bad_token_gives_nan_in_its_row_only(kernel, bad):
+    size_k = 704 if kernel in DIRECT else 700
     for block in (ROW, 128):
-        w = random_weight(200, 700, block, generator=generator(2))
-        x = torch.randn((6, 700), device="cuda", generator=generator(3)).bfloat16()
+        w = random_weight(200, size_k, block, generator=generator(2))
+        x = torch.randn((6, size_k), device="cuda", generator=generator(3)).bfloat16()
         good = product(x, w, kernel)
         x[4, 690] = bad
         y = product(x, w, kernel)
@@ -167,3 +207,56 @@ def test_runs_are_bit_identical_in_and_out_of_graphs(size_m):
             captured.fill_(float("nan"))
             graph.replay()
             assert torch.equal(first, captured)
+
+
+@pytest.mark.parametrize("kernel", DIRECT)
+@pytest.mark.parametrize("size_m", [1, 2, 8])
+def test_up_to_eight_tokens_of_views_and_in_graphs(size_m, kernel):
+    for block, size_k in ((ROW, 704), (128, 4096), (ROW, 4096), (128, 14_336)):
+        w = random_weight(3000, size_k, block, generator=generator(size_k))
+        base = torch.randn((16, 3 * size_k), device="cuda", generator=generator(20))
+        base = base.half()
+        views = (base[:size_m, 1::3], base[1 : size_m + 1, 3 : size_k + 3])
+        for view in (*views, base[: 2 * size_m : 2, :size_k]):
+            y = product(view, w, kernel)
+            naive = product(view.contiguous(), w, NAIVE)
+            torch.testing.assert_close(y, naive, rtol=1e-2, atol=1e-2)
+        x = base[:size_m, :size_k]
+        first = product(x, w, kernel)
+        for _ in range(10):
+            assert torch.equal(first, product(x, w, kernel))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = product(x, w, kernel)
+        for _ in range(3):
+            captured.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(first, captured)
+
+
+@pytest.mark.parametrize("kernel", [INSIDE, *DIRECT])
+@pytest.mark.parametrize("size_m", [1, 2, 8])
+def test_a_product_waits_for_the_one_before(size_m, kernel):
+    """Back to back: the next one starts early, and reads x only when it is there."""
+    gen = generator(18)
+    there = random_weight(4096, 2048, ROW, generator=gen)
+    back = random_weight(2048, 4096, ROW, generator=gen)
+    there.scale.mul_(2.0**-2)
+    back.scale.mul_(2.0**-2)
+    x = torch.randn((size_m, 2048), device="cuda", generator=gen).bfloat16()
+
+    def chain(*, wait):
+        h = x
+        for w in (there, back) * 4:
+            sizes = (w.size_n, w.size_k, w.block_size)
+            h = torch.ops._C.ternary_gemm_w2a8_tuned(
+                h, w.weight, w.scale, None, None, None, 1e-6, *sizes, kernel, 132, 1
+            )
+            if wait:
+                torch.cuda.synchronize()
+        return h
+
+    expected = chain(wait=True)
+    assert bool(torch.isfinite(expected).all()) and bool(expected.any())
+    for _ in range(20):
+        assert torch.equal(chain(wait=False), expected)
