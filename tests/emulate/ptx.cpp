@@ -2,6 +2,7 @@
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 #include "ptx.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <memory>
@@ -128,7 +129,7 @@ void multiply_16816(void* const* lanes, uint32_t) {
     for (int i = 0; i < 4; ++i) {
       const float* x = a[l / 4 + i / 2 * 8];
       const float* y = b[l % 4 * 2 + i % 2];
-      double sum = *p.d[i];
+      double sum = p.c[i];
       for (int k = 0; k < 16; ++k) sum += double(x[k]) * y[k];
       *p.d[i] = float(sum);
     }
@@ -155,9 +156,9 @@ void multiply_16832(void* const* lanes, uint32_t) {
     for (int i = 0; i < 4; ++i) {
       const int16_t* x = a[l / 4 + i / 2 * 8];
       const int16_t* y = b[l % 4 * 2 + i % 2];
-      int sum = 0;
+      int sum = p.c[i];
       for (int k = 0; k < 32; ++k) sum += x[k] * y[k];
-      *p.d[i] += sum;
+      *p.d[i] = sum;
     }
   }
 }
@@ -268,13 +269,16 @@ void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(
   });
 }
 
-void store_async(uint32_t address, const uint32_t (&v)[4], uint32_t bar) {
-  const std::array<uint32_t, 4> values = {v[0], v[1], v[2], v[3]};
+void store_async(uint32_t address, const uint32_t* v, int count,
+                 uint32_t bar) {
+  std::array<uint32_t, 4> values = {};
+  std::copy_n(v, count, values.begin());
+  const uint32_t bytes = uint32_t(count) * 4;
   if (address / kWindowBytes != bar / kWindowBytes) fail("st.async: barrier");
-  shared(address, 16, 16);
+  shared(address, bytes, bytes);
   later([=] {
-    memcpy(shared(address, 16, 16), values.data(), 16);
-    barrier_bytes(bar, 16);
+    memcpy(shared(address, bytes, bytes), values.data(), bytes);
+    barrier_bytes(bar, bytes);
   });
 }
 

@@ -80,10 +80,15 @@ template <typename T>
 void st_shared_v4_f32(uint32_t address, const List<T, 4>& v) {
   st_shared_v4_u32(address, v);
 }
-inline void st_shared_f32(uint32_t address, float v) {
-  const void* at = &v;
-  store_words(address, &at, 1);
+template <typename T>
+void st_shared_v2_u32(uint32_t address, const List<T, 2>& v) {
+  store_words(address, (const void* const*)(v.at), 2);
 }
+inline void store_word(uint32_t address, const void* v) {
+  store_words(address, &v, 1);
+}
+inline void st_shared_f32(uint32_t at, float v) { store_word(at, &v); }
+inline void st_shared_u32(uint32_t at, uint32_t v) { store_word(at, &v); }
 
 void ldmatrix_sync_aligned_m8n8_x4_shared_b16(const List<uint32_t, 4>& d,
                                               uint32_t address);
@@ -96,19 +101,20 @@ template <typename T>
 struct Product {
   T* d[4];
   uint32_t a[4], b[2];
+  T c[4];  // what the sums start from
 };
 void multiply_f16(Product<float>& p);
 void multiply_bf16(Product<float>& p);
 void multiply_s8(Product<int>& p);
 
-template <typename T, typename A, typename B>
+template <typename T, typename A, typename B, typename C>
 Product<T> product(const List<T, 4>& d, const List<A, 4>& a,
-                   const List<B, 2>& b, const List<T, 4>& c) {
+                   const List<B, 2>& b, const List<C, 4>& c) {
   Product<T> p;
   for (int i = 0; i < 4; ++i) {
     p.d[i] = d.at[i];
     p.a[i] = *a.at[i];
-    if (c.at[i] != d.at[i]) fail("mma.sync with other sums than it writes");
+    p.c[i] = *c.at[i];
   }
   p.b[0] = *b.at[0];
   p.b[1] = *b.at[1];
@@ -128,11 +134,11 @@ void mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(
   auto p = product(d, a, b, c);
   multiply_bf16(p);
 }
-template <typename A, typename B>
+template <typename A, typename B, typename C>
 void mma_sync_aligned_m16n8k32_row_col_s32_u8_s8_s32(const List<int, 4>& d,
                                                      const List<A, 4>& a,
                                                      const List<B, 2>& b,
-                                                     const List<int, 4>& c) {
+                                                     const List<C, 4>& c) {
   auto p = product(d, a, b, c);
   multiply_s8(p);
 }
@@ -198,11 +204,18 @@ void cp_async_mbarrier_arrive_noinc_shared_cta_b64(uint32_t bar);
 void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(
     uint32_t dst, const void* src, uint32_t bytes, uint32_t bar);
 
-void store_async(uint32_t address, const uint32_t (&values)[4], uint32_t bar);
+// Up to four words.
+void store_async(uint32_t address, const uint32_t* values, int count,
+                 uint32_t bar);
+inline void st_async_shared_cluster_mbarrier_complete_tx_bytes_b32(
+    uint32_t address, uint32_t v, uint32_t bar) {
+  store_async(address, &v, 1, bar);
+}
 template <typename T>
 void st_async_shared_cluster_mbarrier_complete_tx_bytes_v4_b32(
     uint32_t address, const List<T, 4>& v, uint32_t bar) {
-  store_async(address, {*v.at[0], *v.at[1], *v.at[2], *v.at[3]}, bar);
+  const uint32_t values[4] = {*v.at[0], *v.at[1], *v.at[2], *v.at[3]};
+  store_async(address, values, 4, bar);
 }
 
 using Corner = List<int, 2>;

@@ -131,9 +131,11 @@ def _statements(ptx: str, operands: list[str], number: int) -> Iterator[str]:
 def _instruction(
     text: str, operands: list[str], registers: set[str], number: int
 ) -> str:
-    if match := re.fullmatch(r"\.reg\s+\.(pred|b32)\s+(\w+)", text):
-        registers.add(match[2])
-        return f"{'bool' if match[1] == 'pred' else 'uint32_t'} ptx_{match[2]} = 0;"
+    if match := re.fullmatch(r"\.reg\s+\.(pred|b32)\s+(\w+(?:,\s*\w+)*)", text):
+        names = re.findall(r"\w+", match[2])
+        registers.update(names)
+        declared = ", ".join(f"ptx_{name} = 0" for name in names)
+        return f"{'bool' if match[1] == 'pred' else 'uint32_t'} {declared};"
     guard = ""
     if match := re.match(r"@(!?)(\w+)\s+", text):
         guard = f"if ({match[1]}ptx_{match[2]}) "

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The kernels with short chains of latencies (mma_s8_direct*.cuh), emulated for 9.0."""
+
+import harness
+import numpy as np
+import pytest
+import torch
+from harness import A100, BFLOAT16, FLOAT, H200, HALF, ROW, TOLERANCE, some
+
+DTYPES = [HALF, BFLOAT16]
+# Two, three and one CTA of a multiprocessor.
+TWO, THREE, ONE = VARIANTS = (8, 9, 10)
+# Variant, K of each CTA of a cluster, and N, by k tiles of a warp. Fewer than 16 k
+# tiles leave several warps for one part of K; many rows leave a ring fewer slots than a
+# warp has row tiles.
+CUTS = [
+    (TWO, 1024, 750),  # 1, two warps
+    (THREE, 96, 150),  # 1, all warps
+    (ONE, 2048, 520),  # 1
+    (THREE, 1440, 130),  # 1 or 2, two warps
+    (TWO, 2144, 300),  # 1 or 2
+    (TWO, 4096, 140),  # 2
+    (ONE, 4096, 330),  # 2
+    (ONE, 4192, 230),  # 2 or 3
+    (TWO, 6144, 64),  # 3
+    (ONE, 11_936, 90),  # 5 or 6
+    (ONE, 12_448, 80),  # 6 or 7
+]
+
+
+def case(seed: int, m: int, n: int, k: int, block: int, dtype, scale_dtype=HALF):
+    rng = np.random.default_rng(seed)
+    w = harness.make_weight(rng, n, k, block, scale_dtype)
+    x = harness.tokens(rng, m, k, dtype)
+    bias = torch.from_numpy(rng.standard_normal(n)).to(dtype) if seed % 2 else None
+    return x, w, bias
+
+
+def digits(emulators, cut, x, w, bias=None, seed=0):
+    return harness.gemm(
+        emulators[900], "mma_s8_digits", cut, x, w, bias=bias, seed=seed
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", [1, 2])
+@pytest.mark.parametrize("i", range(len(CUTS)))
+def test_16_bits(emulators, i, m, dtype):
+    variant, k, n = CUTS[i]
+    turn = i + 2 * m + (dtype == HALF)
+    for j, split in some((1, 2, 4, 8), turn):
+        seed = 100 * i + 10 * turn + j
+        block = (128, 256, ROW)[(i + j) % 3]
+        x, w, bias = case(seed, m, n, k * split, block, dtype)
+        cut = (variant, 3 if turn % 8 == 7 else 1, split)
+        y = digits(emulators, cut, x, w, bias, seed)
+        assert harness.error(y, harness.expected_gemm(x, w, bias)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", [1, 2])
+def test_outliers_leave_rows_without_them_exact(emulators, m, dtype):
+    for i, (variant, k, n) in some(CUTS, 2 * m + (dtype == HALF), 3):
+        x, w, _ = case(i + m, m, n, k, 128, dtype)
+        at = (7 + 900 * i) % k
+        x[:, at] = 40_000.0
+        y, expected = digits(emulators, (variant, 1, 1), x, w, seed=i), x.double()
+        expected = expected @ w.dense().t()
+        for rows in (w.t[:, at] == 0, w.t[:, at] != 0):
+            rows = torch.from_numpy(rows)
+            assert harness.error(y[:, rows], expected[:, rows]) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("power", [-124, 108])
+def test_the_smallest_and_the_largest_values(emulators, power):
+    rng = np.random.default_rng(3)
+    whole = torch.from_numpy(rng.integers(-100, 101, (2, 640)))
+    w = harness.make_weight(rng, 150, 640, 128)
+    x = (whole.double() * 2.0**power).to(BFLOAT16)
+    for m in (1, 2):
+        y = digits(emulators, (TWO, 2, m), x[:m], w)
+        expected = harness.expected_gemm(x[:m], w)
+        assert harness.error(y, expected) < TOLERANCE[BFLOAT16]
+        assert not digits(emulators, (TWO, 2, m), x[:m] * 0, w).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
+def test_16_bits_that_are_no_number(emulators, bad, dtype):
+    """Also where the weight is zero: as in 16 bits, infinity times zero is NaN."""
+    for split, k in ((1, 4192), (2, 1440)):
+        x, w, _ = case(split, 2, 90, k, 128, dtype)
+        good = digits(emulators, (ONE, 1, split), x, w)
+        x[1, k - 1] = float(bad)
+        y = digits(emulators, (ONE, 1, split), x, w)
+        assert torch.isnan(y[1]).all()
+        assert torch.equal(y[0], good[0])
+
+
+def int8(emulators, cut, x, w, bias=None, seed=0):
+    emulator = emulators[900]
+    tiles = w.num_blocks > 1
+    q = harness.quantize_arguments(emulator, x, None, 1, w.k_pad, H200, tiles)
+    a = harness.w2a8_arguments(emulator, w, bias, [w.size_n], x.shape[0], x.dtype, H200)
+    emulator.withhold(q.x, a.y)
+    emulator.call("mma_s8", a, cut, q, seed=seed)
+    y = emulator.get(a.y)
+    emulator.free()
+    return y
+
+
+def expected_int8(x, w, bias=None):
+    top = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-5)
+    integers = (x.float() * (127.0 * (1.0 / top))).round().double()
+    y = integers @ w.dense().t() * (top.double() / 127)
+    return y if bias is None else y + bias.double()
+
+
+@pytest.mark.parametrize("m", [1, 2, 5, 8])
+@pytest.mark.parametrize("i", range(len(CUTS)))
+def test_8_bits(emulators, i, m):
+    """With one scale a row there are no float sums: the bits of the other kernel."""
+    variant, k, n = CUTS[i]
+    scales = [(ROW, FLOAT), (128, HALF), (ROW, BFLOAT16), (256, HALF), (ROW, HALF)]
+    for j, (block, scale_dtype) in some(scales, i + m):
+        seed = 100 * i + 10 * m + j
+        dtype = DTYPES[(i + m // 2 + j) % 2]
+        x, w, bias = case(seed, m, n, k, block, dtype, scale_dtype)
+        groups = 3 if seed % 4 == 3 else 1
+        y = int8(emulators, [variant, groups, 1 + seed % 2], x, w, bias, seed)
+        assert harness.error(y, expected_int8(x, w, bias)) < TOLERANCE[dtype]
+        if w.num_blocks == 1:
+            assert torch.equal(y, int8(emulators, [0, 2, 1], x, w, bias, seed))
+
+
+@pytest.mark.parametrize("block", [ROW, 128])
+@pytest.mark.parametrize("m", [1, 3, 8])
+def test_8_bits_of_little_or_no_numbers(emulators, m, block):
+    for dtype, bad in zip(DTYPES * 2, ("nan", "inf", "-inf", "nan")):
+        x, w, bias = case(m, m, 90, 2144, block, dtype)
+        good = int8(emulators, [TWO, 1, 1], x, w, bias)
+        last = x[-1].clone()
+        x[-1, (0, 2143)[m % 2]] = float(bad)
+        y = int8(emulators, [TWO, 1, 1], x, w, bias)
+        assert torch.isnan(y[-1]).all()
+        assert torch.equal(y[:-1], good[:-1])
+        # Below 1e-5 all are in units of the same size.
+        x[-1] = last * 1e-6
+        w.scale *= 1000
+        y = int8(emulators, [TWO, 1, 1], x, w)
+        assert harness.error(y, expected_int8(x, w)) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_they_leave_to_the_others(emulators, variant, dtype):
+    """K of other than whole 32, more tokens, too many k tiles, and before 9.0."""
+    for m, n, k in ((1, 90, 1111), (3, 150, 640), (2, 64, 20_700)):
+        x, w, bias = case(m, m, n, k, 128, dtype)
+        y = digits(emulators, (variant, 2, 2), x, w, bias)
+        assert harness.error(y, harness.expected_gemm(x, w, bias)) < TOLERANCE[dtype]
+    x, w, bias = case(1, 2, 90, 1024, 128, dtype)
+    y = harness.gemm(
+        emulators[800], "mma_s8_digits", (variant, 2, 1), x, w, bias=bias, device=A100
+    )
+    assert harness.error(y, harness.expected_gemm(x, w, bias)) < TOLERANCE[dtype]
+    for m, n, k in ((4, 90, 1111), (9, 150, 640), (8, 64, 6144)):
+        x, w, bias = case(m, m, n, k, (128, ROW)[m % 2], dtype)
+        y = int8(emulators, [variant, 2, 2], x, w, bias)
+        assert harness.error(y, expected_int8(x, w, bias)) < TOLERANCE[dtype]
+    # Tokens that come as bytes, of two parts.
+    rng = np.random.default_rng(variant)
+    w = harness.make_weight(rng, 90, 1024, ROW)
+    q = harness.make_quantized(rng, 2, 2, 1024, w.k_pad)
+    y = harness.w2a8(
+        emulators[900], "mma_s8", (variant, 2, 2), q, w, dtype, ends=[33, 90],
+        extra=[None],
+    )  # fmt: skip
+    expected = harness.expected_w2a8(q, w, None, [33, 90])
+    assert harness.error(y, expected) < TOLERANCE[dtype]
