@@ -269,8 +269,7 @@ void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(
   });
 }
 
-void store_async(uint32_t address, const uint32_t* v, int count,
-                 uint32_t bar) {
+void store_async(uint32_t address, const uint32_t* v, int count, uint32_t bar) {
   std::array<uint32_t, 4> values = {};
   std::copy_n(v, count, values.begin());
   const uint32_t bytes = uint32_t(count) * 4;

@@ -34,7 +34,10 @@ NO_ASSEMBLY = ["-Dasm(...)=", '-Dvolatile(...)=("")', "-D__shared__="]
 # Sources whose names do not clash, compiled together: the headers are read once.
 UNITS = [
     ["mma_gemm", "mma_gemm_half", "mma_gemm_bfloat16"],
-    ["mma_s8", "mma_s8_half", "mma_s8_bfloat16"],
+    [
+        *("mma_s8", "mma_s8_half", "mma_s8_bfloat16"),
+        *("mma_s8_direct_half", "mma_s8_direct_bfloat16"),
+    ],
     [
         *("sm90_prefill", "sm90_prefill_half", "sm90_prefill_bfloat16"),
         *("sm90_prefill_few_half", "sm90_prefill_few_bfloat16"),
@@ -43,6 +46,7 @@ UNITS = [
     ["device_info", "gemm_dispatch", "w2a8_quantize", "moe_gemm"],
 ]
 NAIVE = "reference_gemm", "reference_w2a8"
+DIRECT = 8, 9, 10  # variants of mma_s8_gemm from kDirect on: mma_s8_direct.cuh
 ROW = 1 << 20  # a block that covers any row
 HALF, BFLOAT16, FLOAT = range(3)
 TABLE, MMA, MMA_S8, HOPPER = range(4)  # kinds of check_gemm
@@ -150,7 +154,8 @@ class Plans:
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plans]:
     folder = tmp_path_factory.mktemp("plans")
-    files = [HERE / "plans.cpp", HERE / "checks.cpp", EMULATE / "tensor_map.cpp"]
+    files = [HERE / f"{name}.cpp" for name in ("plans", "checks", "direct")]
+    files.append(EMULATE / "tensor_map.cpp")
     for i, unit in enumerate(UNITS):
         files.append(folder / f"unit{i}.cpp")
         files[-1].write_text("".join(f'#include "{name}.cu"\n' for name in unit))
@@ -189,7 +194,8 @@ def random_block(r: random.Random) -> int:
 
 
 def random_config(r: random.Random) -> tuple[int, int, int]:
-    return r.randrange(4), r.choice([1, 2, 66, 132, 999, 1 << 17]), r.randint(1, 8)
+    variant = r.choice([*range(4), *DIRECT])
+    return variant, r.choice([1, 2, 66, 132, 999, 1 << 17]), r.randint(1, 8)
 
 
 @pytest.mark.parametrize("d", DEVICES, ids=str)
@@ -246,6 +252,51 @@ def test_random_quantized_products(plans: Plans, d: Device, kind: int) -> None:
             )
         )
     assert taken > (10 if kind != W_HOPPER or d.capability == 90 else -1)
+
+
+@pytest.mark.parametrize("d", DEVICES, ids=str)
+def test_direct_kernels(plans: Plans, d: Device) -> None:
+    """One to eight tokens: what is built is launched where there are clusters, nothing
+    elsewhere, nor for what they do not take."""
+    r, found = rng("direct", d), set()
+    for i in range(10_000 if d == H200 else 1500):
+        n = r.choice([r.randint(1, 300), r.randint(1, 40_000)])
+        split = r.choice([1, 1, 1, 2, 4, 8, 9])
+        k = 32 * r.randint(1, r.choice([64, 140, 700]) * min(split, 8))
+        if r.random() < 0.1:
+            k += r.randint(1, 31)
+        m, types = r.randint(1, 3), (i % 2, HALF)
+        block = r.choice([128, 256, 2048, ROW])
+        config = (r.choice(DIRECT), random_config(r)[1], split)
+        names = plans.gemm(d, MMA_S8, (m, n, k), block, types, config=config)
+        assert len(names) == 1
+        if m > 2 or k % 32:
+            assert "::mma_s8_kernel<" in names[0]
+        found.update(names)
+        m = r.choice([1, r.randint(2, 9)])
+        names = plans.w2a8(d, W_INSIDE, (m, n, k), block, types, config=config)
+        assert len(names) == 1
+        if m > 8 or k % 32:
+            assert "::mma_s8_kernel<" in names[0]
+        found.update(names)
+    # Dtypes, kinds of scales, and k tiles of a warp: 1, 2, up to 6, up to 10.
+    shapes = {(1, 1), (2, 1), (0, 3), (0, 5)} if d.capability >= 90 else set()
+    wanted = set()
+    for dtype in ("__half", "__nv_bfloat16") if shapes else ():
+        for end in shapes:
+            wanted |= {("digits", dtype, 16, m, *end) for m in (1, 2)}
+            for row in ("true", "false"):
+                wanted |= {("int8", dtype, row, 16, 1, *end)}
+                if end[0]:
+                    wanted |= {("int8", dtype, row, 16, 8, *end)}
+    direct = [re.search(r"::direct_(\w+)_kernel<(.*?)>", name) for name in found]
+    launched = {
+        tuple(int(v) if v.isdigit() else v for v in (m[1], *m[2].split(", ")))
+        for m in direct
+        if m
+    }
+    assert launched <= wanted and bool(launched) == bool(wanted), launched - wanted
+    assert d != H200 or launched == wanted, wanted - launched
 
 
 @pytest.mark.parametrize("d", [d for d in DEVICES if d.capability == 90], ids=str)
@@ -319,7 +370,7 @@ def test_the_table_names_kernels_that_run(plans: Plans) -> None:
     """Every entry, for its own sizes, on the device that it was measured on."""
     table = json.loads((SOURCES / "dispatch_table.json").read_text())
     header = (SOURCES / "dispatch_table.h").read_text()
-    entries = re.findall(r"\{(\d+), (\d+), (\d+), (\d), (\d), (\d), (\d)\}", header)
+    entries = re.findall(r"\{(\d+), (\d+), (\d+), (\d), (\d), (\d), (\d+)\}", header)
     assert table and len(entries) > 100
     split = header.index("kW2A8Table")
     first = len(re.findall(r"\{\d+, \d+, \d+, \d, \d", header[:split]))
@@ -332,13 +383,16 @@ def test_the_table_names_kernels_that_run(plans: Plans) -> None:
         (True, 2): "::mma_s8_kernel<",
     }
     for i, entry in enumerate(entries):
-        m, n, k, kernel, *_ = map(int, entry)
+        m, n, k, kernel, *_, variant = map(int, entry)
         w2a8 = i >= first
         call = plans.w2a8 if w2a8 else plans.gemm
         found = call(H200, TABLE, (m, n, k), 128)
-        assert found and all(names[w2a8, kernel] in name for name in found), entry
+        wanted = names[w2a8, kernel]
+        if kernel == 2 and variant in DIRECT:
+            wanted = "::direct_int8_kernel<" if w2a8 else "::direct_digits_kernel<"
+        assert found and all(wanted in name for name in found), entry
         # Inside: each token's 8-bit form is made by every thread block.
-        inside = [f"S8Input){1}" in name for name in found]
+        inside = ["S8Input)1" in name or "direct_int8" in name for name in found]
         assert not w2a8 or all(inside) == (kernel == 2), found
 
 

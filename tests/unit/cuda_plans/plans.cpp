@@ -219,6 +219,7 @@ void check_all(const Sizes& s) {
                                                : check_wgmma_s8(l, s);
     }
     if (name.find("mma_gemm_kernel") != std::string::npos) check_mma(l, s);
+    if (name.find("::direct_") != std::string::npos) check_direct(l, s);
     rows.add(0, s.N_pad);
   }
   rows.finish(s.N_pad);
@@ -248,6 +249,11 @@ const char* run(Call call, Check check) {
 template <typename Call>
 const char* run(const Sizes& s, Call call) {
   return run(call, [&] { check_all(s); });
+}
+
+// CTAs that a multiprocessor must have room for, of mma_s8_gemm's variants.
+int share_of(int variant) {
+  return variant == kDirect ? 2 : variant == kDirect + 1 ? 3 : 1;
 }
 
 // What arguments of both kinds of product have.
@@ -299,7 +305,8 @@ const char* check_gemm(int device, int kind, int M, int N, int K, int block,
                        int dtype, int scale_dtype, int zero_point, int variant,
                        int groups, int split) {
   current = device;
-  const Sizes s = sizes_of(M, N, K, block, scale_dtype);
+  Sizes s = sizes_of(M, N, K, block, scale_dtype);
+  if (kind == 2) s.share = share_of(variant);
   GemmArgs a{};
   a.x = s.x;
   a.ldx = s.ldx;
@@ -334,6 +341,7 @@ const char* check_w2a8(int device, int kind, int M, int N, int K, int block,
   Sizes s = sizes_of(M, N, K, block, scale_dtype);
   s.parts = parts;
   s.ends = ends;
+  if (kind == 2) s.share = share_of(variant);
   QuantArgs q{};
   q.x = kX;
   q.ldx = s.ldx;

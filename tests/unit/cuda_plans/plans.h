@@ -85,10 +85,12 @@ struct Sizes {
   int64_t ldx;
   int parts = 1;
   const int* ends = nullptr;
+  int share = 1;  // CTAs that a multiprocessor must have room for
 };
 void check_launch(const Launch& launch);
 RowRange check_prefill(const Launch& launch, const Sizes& s);
 void check_few(const Launch& launch, const Sizes& s);
 void check_wgmma_s8(const Launch& launch, const Sizes& s);
 void check_mma(const Launch& launch, const Sizes& s);
+void check_direct(const Launch& launch, const Sizes& s);
 void check_quantize(const Launch& launch, const Sizes& s);
