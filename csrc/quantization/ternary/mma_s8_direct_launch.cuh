@@ -11,6 +11,7 @@
 namespace vllm::ternary {
 
 constexpr int kDirectWarps = 16;
+constexpr int kDirectKTiles = 10;  // of a warp, at most
 
 inline int floor_log2(int v) {
   int log2 = 0;
@@ -38,6 +39,7 @@ inline int cut_direct(DirectArgs& a, const MmaConfig& c,
   a.k_tiles = a.all_k_tiles / (parts * a.split);
   a.k_rest = a.all_k_tiles % (parts * a.split);
   const int k_most = a.k_tiles + (a.k_rest > 0);
+  if (k_most > kDirectKTiles) return 0;
   a.slot_bytes = k_most * 512;
   // A multiple of 128 and 16: neighbouring columns lie in different banks.
   a.pitch = k_most * 128 + 16;
@@ -49,7 +51,9 @@ inline int cut_direct(DirectArgs& a, const MmaConfig& c,
     a.rows_most = (all + step - 1) / step;
     a.part_sums = all * 16 * tokens;
     a.rank_sums = (a.part_sums + a.split - 1) / a.split;
-    for (a.slots = a.rows_most; a.slots > 0; --a.slots) {
+    // No more slots than might fit: bytes stay far below 2^31.
+    a.slots = std::min(a.rows_most, budget / a.slot_bytes);
+    for (; a.slots > 0; --a.slots) {
       a.scales = a.slots * a.slot_bytes;
       a.columns = a.scales + (scales ? k_most * a.rows_most * 32 : 0);
       a.starts = a.columns + columns * a.pitch;
@@ -96,7 +100,7 @@ bool launch_direct_digits(DirectArgs a, const MmaConfig& c) {
   if (k_most == 1) LAUNCH(1, 1);
   if (k_most == 2) LAUNCH(2, 1);
   if (k_most <= 6) LAUNCH(0, 3);
-  if (k_most <= 10) LAUNCH(0, 5);
+  if (k_most <= kDirectKTiles) LAUNCH(0, 5);
 #undef LAUNCH
   return false;
 }
@@ -123,7 +127,7 @@ bool launch_direct_int8(DirectArgs a, MmaConfig c) {
   if (k_most == 2) LAUNCH(2, 1);
   if constexpr (kTokens == 1) {
     if (k_most <= 6) LAUNCH(0, 3);
-    if (k_most <= 10) LAUNCH(0, 5);
+    if (k_most <= kDirectKTiles) LAUNCH(0, 5);
   }
 #undef LAUNCH
   return false;
