@@ -117,21 +117,27 @@ def expected_int8(x, w, bias=None):
     return y if bias is None else y + bias.double()
 
 
-@pytest.mark.parametrize("m", [1, 2, 5, 8])
-@pytest.mark.parametrize("i", range(len(CUTS)))
-def test_8_bits(emulators, i, m):
+# One token, or up to eight, of which a warp has no more than two k tiles.
+INT8 = [(i, 1) for i in range(len(CUTS))]
+INT8 += [(i, m) for i in range(7) for m in (2, 5, 8)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("i, m", INT8)
+def test_8_bits(emulators, i, m, dtype):
     """With one scale a row there are no float sums: the bits of the other kernel."""
     variant, k, n = CUTS[i]
-    scales = [(ROW, FLOAT), (128, HALF), (ROW, BFLOAT16), (256, HALF), (ROW, HALF)]
-    for j, (block, scale_dtype) in some(scales, i + m):
-        seed = 100 * i + 10 * m + j
-        dtype = DTYPES[(i + m // 2 + j) % 2]
-        x, w, bias = case(seed, m, n, k, block, dtype, scale_dtype)
-        groups = 3 if seed % 4 == 3 else 1
-        y = int8(emulators, [variant, groups, 1 + seed % 2], x, w, bias, seed)
-        assert harness.error(y, expected_int8(x, w, bias)) < TOLERANCE[dtype]
-        if w.num_blocks == 1:
-            assert torch.equal(y, int8(emulators, [0, 2, 1], x, w, bias, seed))
+    turn = i + m + (dtype == HALF)
+    kinds = [[(ROW, FLOAT), (ROW, BFLOAT16), (ROW, HALF)], [(128, HALF), (256, HALF)]]
+    for kind, scales in some(kinds, turn, int(m == 1)):
+        for j, (block, scale_dtype) in some(scales, turn // 2):
+            seed = 100 * i + 20 * kind + 10 * m + j
+            x, w, bias = case(seed, m, n, k, block, dtype, scale_dtype)
+            cut = [variant, 3 if turn % 4 == 3 else 1, 1 + seed % 2]
+            y = int8(emulators, cut, x, w, bias, seed)
+            assert harness.error(y, expected_int8(x, w, bias)) < TOLERANCE[dtype]
+            if w.num_blocks == 1:
+                assert torch.equal(y, int8(emulators, [0, 2, 1], x, w, bias, seed))
 
 
 @pytest.mark.parametrize("block", [ROW, 128])
