@@ -56,6 +56,9 @@ def test_every_cut(clusters, kernel, tile, dtype):
         scale_dtype = HALF
         if kernel != "many" or dtype == BFLOAT16:
             scale_dtype = rng.choice([HALF, BFLOAT16, FLOAT])
+        if kernel == "few" and dtype == HALF and scale_dtype != HALF:
+            # Float16 tokens under scales of other types: one tile of them.
+            size_m = min(size_m, 64)
         gen = torch.Generator("cuda").manual_seed(rng.randint(0, 1 << 30))
         w = random_weight(size_n, size_k, block, scale_dtype=scale_dtype, generator=gen)
         x = torch.randn((size_m, size_k), device="cuda", generator=gen).to(dtype)

@@ -157,6 +157,78 @@ def fit(model: Model, kernel: str, entries: list[dict[str, Any]]) -> None:
     model.shared[kernel] = new[2 * count :]
 
 
+def refine(model: Model, kernel: str, entries: list[dict[str, Any]]) -> None:
+    """Move the model's costs of a kernel to where its choices lose least.
+
+    The least errors are not the least losses: at most sizes a few cuts lie within
+    some percent of the best. From `fit` and from the costs as they were, single costs
+    go up and down in ever smaller steps while that helps. Errors count, too: two
+    launches, and few or many tokens, are compared by the costs themselves.
+    """
+    before = _Measured(model, kernel, entries).costs
+    fit(model, kernel, entries)
+    measured = _Measured(model, kernel, entries)
+    known = np.where(before < UNKNOWN, before, measured.costs)
+    best = min(map(measured.descend, (measured.costs, known)), key=measured.objective)
+    count = len(model.shapes[kernel])
+    model.tiles[kernel] = best[: 2 * count].reshape(count, 2)
+    model.shared[kernel] = best[2 * count :]
+
+
+class _Measured:
+    """The entries of a kernel as arrays, and what costs mean for them."""
+
+    WORST, ERROR, NEAR = 0.15, 2.0, 0.015
+    FIRST_STEP, LAST_STEP = 0.04, 0.002
+
+    def __init__(self, model: Model, kernel: str, entries: list[dict[str, Any]]):
+        rows = [
+            (*timed(model, kernel, entry, time), time["microseconds"])
+            for entry in entries
+            for time in entry["times"]
+        ]
+        self.tile = np.array([cut.tile for cut, _, _ in rows])
+        self.features = np.array([features for _, features, _ in rows])
+        self.time = np.array([time for _, _, time in rows])
+        ends = np.cumsum([len(entry["times"]) for entry in entries])
+        self.sizes = [slice(a, b) for a, b in zip([0, *ends], ends)]
+        self.best = np.concatenate(
+            [np.full(s.stop - s.start, self.time[s].min()) for s in self.sizes]
+        )
+        self.costs = np.concatenate([model.tiles[kernel].ravel(), model.shared[kernel]])
+
+    def objective(self, costs: np.ndarray) -> float:
+        """Expected loss if costs were a little off, worst loss and error."""
+        tiles = costs[:-3].reshape(-1, 2)[self.tile]
+        cost = (self.features[:, :2] * tiles).sum(1) + self.features[:, 2:] @ costs[-3:]
+        loss = self.time / self.best - 1
+        expected, worst = 0.0, 0.0
+        for s in self.sizes:
+            least = cost[s].min()
+            chance = np.exp(-(cost[s] / least - 1) / self.NEAR)
+            expected += float((chance / chance.sum()) @ loss[s])
+            worst = max(worst, float(loss[s][np.argmin(cost[s])]))
+        error = (cost / self.time - 1) * self.best / self.time
+        error = float(np.sqrt(np.mean(np.square(error))))
+        return expected / len(self.sizes) + self.WORST * worst + self.ERROR * error
+
+    def descend(self, costs: np.ndarray) -> np.ndarray:
+        """Costs near by of a lower objective."""
+        rng = np.random.default_rng(0)
+        least, step = self.objective(costs), self.FIRST_STEP
+        while step > self.LAST_STEP:
+            before = least
+            for i in rng.permutation(np.flatnonzero((costs > 0) & (costs < UNKNOWN))):
+                for factor in (1 + step, 1 - step):
+                    moved = costs.copy()
+                    moved[i] *= factor
+                    if (found := self.objective(moved)) < least:
+                        costs, least = moved, found
+            if least == before:
+                step /= 2
+        return costs
+
+
 def timed(
     model: Model, kernel: str, entry: dict[str, Any], time: dict[str, Any]
 ) -> tuple[Cut, np.ndarray]:

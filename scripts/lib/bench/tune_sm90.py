@@ -26,9 +26,9 @@ from lib.bench.sm90_costs import (
     SPLITS,
     UNKNOWN,
     Model,
-    fit,
     header,
     quality,
+    refine,
 )
 from lib.cli import progress, run
 from lib.errors import BuildError
@@ -198,7 +198,7 @@ def main() -> int:
                 f"{q.loss:.1%} above the best, at worst {q.worst:.1%} ({q.worst_size})"
             )
             if when == "before":
-                fit(model, kernel, entries)
+                refine(model, kernel, entries)
     source = f"{data['device']}, {data['date']}, CUDA {data['cuda']}."
     (arguments.folder / "sm90_tiles.h").write_text(header(model, source))
     return 0
