@@ -131,6 +131,7 @@ void with_config(int row_tiles, int tokens, F f) {
   case r * 1000 + t:   \
     f(Tile2D<r, t>()); \
     return;
+    TILE(1, 128)
     TILE(2, 64)
     TILE(3, 64)
     TILE(4, 64) TILE(6, 64) TILE(2, 128) TILE(3, 128) TILE(4, 128) TILE(2, 256)
