@@ -133,6 +133,7 @@ void mma_s8_gemm(const GemmArgs& g, const MmaConfig& config) {
     DirectArgs d = direct(g);
     d.x = g.x;
     d.ldx = g.ldx;
+    d.ldy = g.ldy;
     if (g.dtype == DType::kHalf ? mma_s8_direct_digits_half(d, config)
                                 : mma_s8_direct_digits_bfloat16(d, config)) {
       return;
