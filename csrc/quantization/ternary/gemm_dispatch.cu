@@ -31,16 +31,22 @@ double ratio(int a, int b) {
   return a > b ? double(a) / double(b) : double(b) / double(a);
 }
 
+bool is_direct(const DispatchEntry& e) {
+  return e.kernel == 2 && e.variant >= kDirect;
+}
+
 // The measured entry for the class of M (the first with at least M tokens)
-// whose N and K are nearest, or nullptr when M is beyond the table.
-template <size_t kEntries>
+// whose N and K are nearest, or nullptr when M is beyond the table. `direct`:
+// among those of the kernels with short chains, too.
+template <size_t kEntries, typename Product>
 const DispatchEntry* nearest_entry(const DispatchEntry (&table)[kEntries],
-                                   int M, int N, int K) {
+                                   const Product& a, bool direct) {
   const DispatchEntry* found = nullptr;
   double least = 0.0;
   for (const DispatchEntry& e : table) {
-    if (e.M < M || (found && e.M > found->M)) continue;
-    const double distance = ratio(e.N, N) * ratio(e.K, K);
+    if (e.M < a.M || (found && e.M > found->M)) continue;
+    if (!direct && is_direct(e)) continue;
+    const double distance = ratio(e.N, a.N) * ratio(e.K, a.K);
     if (!found || distance < least) {
       found = &e;
       least = distance;
@@ -78,8 +84,12 @@ void sm90_gemm(const GemmArgs& a, const int64_t* cut) {
 
 void dispatch_gemm(const GemmArgs& a) {
   const DeviceInfo& device = device_info(a.device);
-  const DispatchEntry* entry = nearest_entry(kDispatchTable, a.M, a.N, a.K);
+  const DispatchEntry* entry = nearest_entry(kDispatchTable, a, true);
   const int64_t x_bytes = int64_t(std::min(a.M, 64)) * a.K_pad * 2;
+  if (entry && is_direct(*entry)) {
+    if (mma_s8_direct(a, config_of(entry, x_bytes, device))) return;
+    entry = nearest_entry(kDispatchTable, a, false);
+  }
   if ((!entry || entry->kernel == 1) && sm90_gemm_supported(a)) {
     sm90_gemm(a);
   } else if (entry && entry->kernel == 2 && mma_s8_supported(a)) {
@@ -108,8 +118,12 @@ int sm90_clusters(int device, int kernel, int split) {
 
 void dispatch_w2a8(const QuantArgs& q, const W2A8Args& a) {
   const DeviceInfo& device = device_info(a.device);
-  const DispatchEntry* entry = nearest_entry(kW2A8Table, a.M, a.N, a.K);
+  const DispatchEntry* entry = nearest_entry(kW2A8Table, a, true);
   const int64_t x_bytes = int64_t(std::min(a.M, 64)) * a.K_pad;
+  if (entry && is_direct(*entry)) {
+    if (mma_s8_direct(a, config_of(entry, x_bytes, device), q)) return;
+    entry = nearest_entry(kW2A8Table, a, false);
+  }
   const MmaConfig config = config_of(entry, x_bytes, device);
   if (entry && entry->kernel == 2 && mma_s8_quantizes(q, a)) {
     mma_s8_gemm(a, config, &q);

@@ -90,18 +90,22 @@ bool mma_s8_quantizes(const QuantArgs& q, const W2A8Args& g) {
          scale_of(g) != S8Scale::kGeneral;
 }
 
+bool mma_s8_direct(const W2A8Args& g, const MmaConfig& config,
+                   const QuantArgs& quant) {
+  if (g.parts > 1 || !direct_takes(g, config) || !mma_s8_quantizes(quant, g)) {
+    return false;
+  }
+  DirectArgs d = direct(g);
+  d.x = quant.x;
+  d.ldx = quant.ldx;
+  const bool row = scale_of(g) == S8Scale::kRow;
+  return g.dtype == DType::kHalf ? mma_s8_direct_int8_half(d, config, row)
+                                 : mma_s8_direct_int8_bfloat16(d, config, row);
+}
+
 void mma_s8_gemm(const W2A8Args& g, const MmaConfig& config,
                  const QuantArgs* quant) {
-  if (quant && g.parts == 1 && direct_takes(g, config)) {
-    DirectArgs d = direct(g);
-    d.x = quant->x;
-    d.ldx = quant->ldx;
-    const bool row = scale_of(g) == S8Scale::kRow;
-    if (g.dtype == DType::kHalf ? mma_s8_direct_int8_half(d, config, row)
-                                : mma_s8_direct_int8_bfloat16(d, config, row)) {
-      return;
-    }
-  }
+  if (quant && mma_s8_direct(g, config, *quant)) return;
   const MmaConfig c = without_direct(config);
   S8Args a = common(g);
   if (quant) {
@@ -128,17 +132,18 @@ bool mma_s8_supported(const GemmArgs& g) {
          scales_whole_tiles(g);
 }
 
+bool mma_s8_direct(const GemmArgs& g, const MmaConfig& config) {
+  if (!direct_takes(g, config) || !mma_s8_supported(g)) return false;
+  DirectArgs d = direct(g);
+  d.x = g.x;
+  d.ldx = g.ldx;
+  d.ldy = g.ldy;
+  return g.dtype == DType::kHalf ? mma_s8_direct_digits_half(d, config)
+                                 : mma_s8_direct_digits_bfloat16(d, config);
+}
+
 void mma_s8_gemm(const GemmArgs& g, const MmaConfig& config) {
-  if (direct_takes(g, config)) {
-    DirectArgs d = direct(g);
-    d.x = g.x;
-    d.ldx = g.ldx;
-    d.ldy = g.ldy;
-    if (g.dtype == DType::kHalf ? mma_s8_direct_digits_half(d, config)
-                                : mma_s8_direct_digits_bfloat16(d, config)) {
-      return;
-    }
-  }
+  if (mma_s8_direct(g, config)) return;
   const MmaConfig c = without_direct(config);
   S8Args a = common(g);
   a.x = g.x;

@@ -25,4 +25,10 @@ bool mma_s8_quantizes(const QuantArgs& quant, const W2A8Args& args);
 bool mma_s8_supported(const GemmArgs& args);
 void mma_s8_gemm(const GemmArgs& args, const MmaConfig& config);
 
+// Only what a `config` of variant kDirect or beyond names: false, and nothing
+// is launched, where that does not take the product.
+bool mma_s8_direct(const GemmArgs& args, const MmaConfig& config);
+bool mma_s8_direct(const W2A8Args& args, const MmaConfig& config,
+                   const QuantArgs& quant);
+
 }  // namespace vllm::ternary
