@@ -80,6 +80,30 @@ def test_w2a8(emulators, arch, device):
         assert harness.error(y, torch.cat(expected, 1)) < 2 * TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("arch, device", DEVICES, ids=NAMES)
+def test_w2a8_of_one_part(emulators, arch, device):
+    """What the direct kernels take and what they leave: K above 4096, odd K, blocks."""
+    emulator = emulators[arch]
+    sizes = [(1, 200, 2080), (3, 70, 4096), (8, 40, 4128), (5, 90, 1111), (2, 300, 640)]
+    for i, (m, n, k) in some(sizes, device, 1):
+        rng = np.random.default_rng(i)
+        dtype = (HALF, BFLOAT16)[(i + device) % 2]
+        w = harness.make_weight(rng, n, k, (ROW, 64)[i == 4], (FLOAT, HALF)[i % 2])
+        x = harness.tokens(rng, m, k, dtype)
+        q = harness.quantize_arguments(
+            emulator, x, None, 1, w.k_pad, device, w.num_blocks > 1
+        )
+        a = harness.w2a8_arguments(emulator, w, None, [n], m, dtype, device)
+        a.xq, a.xs, a.xsum, a.xsum_tiles = q.xq, q.xs, q.xsum, q.xsum_tiles
+        emulator.call("dispatch_w2a8", q, a, seed=i, device=device)
+        y = emulator.get(a.y)
+        emulator.free()
+        top = x.float().abs().amax(-1, keepdim=True)
+        integers = (x.float() * (127.0 * (1.0 / top))).round().double()
+        expected = integers @ w.dense().t() * (top.double() / 127)
+        assert harness.error(y, expected) < 2 * TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT16])
 def test_two_launches_of_one_product(emulators, dtype):
     emulator = emulators[900]

@@ -400,6 +400,25 @@ def test_the_table_names_kernels_that_run(plans: Plans) -> None:
         assert not w2a8 or all(inside) == (kernel == 2), found
 
 
+def test_what_the_direct_kernels_do_not_take(plans: Plans) -> None:
+    """Goes to the fastest of the other kernels, not to these with the same cut."""
+    own = "S8Input)1"  # every thread block quantizes the tokens
+    for m in (2, 4, 5, 8):
+        for n, k in ((5120, 5120), (7168, 5120), (4096, 6144), (6144, 4104)):
+            (name,) = plans.w2a8(H200, W_TABLE, (m, n, k))
+            assert "::mma_s8_kernel<" in name and own not in name, (m, n, k)
+    (name,) = plans.w2a8(H200, W_TABLE, (1, 4096, 4096), norm=True)
+    (wanted,) = plans.w2a8(H200, W_MMA, (1, 4096, 4096), config=(1, 132, 1))
+    assert name == wanted
+    for m in (1, 2):
+        (name,) = plans.gemm(H200, TABLE, (m, 4096, 4096), 64)
+        assert "::mma_gemm_kernel<" in name
+        for d in DEVICES:
+            if d.capability < 90:
+                (name,) = plans.gemm(d, TABLE, (m, 4096, 4096))
+                assert "::mma_gemm_kernel<" in name
+
+
 def test_tuning_knows_a_refusal() -> None:
     """Each text by which it tells one from a fault is in a kernel's sources."""
     sources = "".join(path.read_text() for path in sorted(SOURCES.glob("*.cu*")))
