@@ -314,4 +314,65 @@ __device__ __forceinline__ void multiply_tile(int (&d)[4], uint32_t words,
   mma_s8(d, codes, b[1][2], b[1][3]);
 }
 
+// All row tiles of a warp. kHeld: its k tiles, if their columns fit in
+// registers, or 0. `unit` adds the product of a k tile to kSums sums, given its
+// columns, where sums start, and the addresses of its words and scales; `flush`
+// takes the sums of the next row tile.
+template <int kHeld, typename Sum, int kSums, typename Ring, typename Unit,
+          typename Flush>
+__device__ __forceinline__ void multiply_rows(const DirectArgs& a,
+                                              const DirectWarp& w, Ring& ring,
+                                              uint32_t column, Unit unit,
+                                              Flush flush) {
+  const int scale_step = a.rows_most * 32;
+  if constexpr (kHeld > 0) {
+    uint32_t held[kHeld][2][4];
+    int start[kHeld][4];
+#pragma unroll
+    for (int h = 0; h < kHeld; ++h) load_columns(column, h, held[h]);
+#pragma unroll
+    for (int h = 0; h < kHeld; ++h) start_of(held[h], start[h]);
+    // Where a warp has a k tile less, its last stands in for it: x is zero.
+    const int last = kHeld > 1 ? w.n - 1 : 0;
+#pragma unroll 1
+    for (int left = w.mine; left > 0; --left) {
+      Sum acc[kSums] = {};
+      ring.wait(1);
+      unit(held[0], start[0], ring.slot, ring.scales, acc);
+      if constexpr (kHeld > 1) {
+        unit(held[1], start[1], ring.slot + last * 512,
+             ring.scales + last * scale_step, acc);
+      }
+      flush(acc);
+      ring.advance(1, left);
+    }
+  } else {
+    put_starts(w.base + a.starts, column, w.n, w.lane);
+#pragma unroll 1
+    for (int left = w.mine; left > 0;) {
+      Sum acc[2][kSums] = {};
+      const bool two = ring.has_two(left);
+      ring.wait(two ? 2 : 1);
+      uint32_t words = ring.slot, scale = ring.scales;
+      uint32_t start_at = w.base + a.starts + (w.lane & 3) * 16;
+#pragma unroll 1
+      for (int kt = 0; kt < w.n; ++kt) {
+        uint32_t b[2][4];
+        load_columns(column, kt, b);
+        const uint4 v = load_shared_16(start_at);
+        const int start[4] = {int(v.x), int(v.y), int(v.z), int(v.w)};
+        unit(b, start, words, scale, acc[0]);
+        if (two) unit(b, start, words + a.slot_bytes, scale + 32, acc[1]);
+        words += 512;
+        scale += scale_step;
+        start_at += 64;
+      }
+      flush(acc[0]);
+      if (two) flush(acc[1]);
+      ring.advance(two ? 2 : 1, left);
+      left -= two ? 2 : 1;
+    }
+  }
+}
+
 }  // namespace vllm::ternary

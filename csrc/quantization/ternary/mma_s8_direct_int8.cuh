@@ -100,17 +100,6 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
 
   const uint32_t column =
       w.base + a.columns + (lane & (kTokens - 1)) * a.pitch + (lane >> 3) * 16;
-  uint32_t held[kHeld ? kHeld : 1][2][4];
-  int held_start[kHeld ? kHeld : 1][4];
-  if constexpr (kHeld > 0) {
-  #pragma unroll
-    for (int h = 0; h < kHeld; ++h) load_columns(column, h, held[h]);
-  #pragma unroll
-    for (int h = 0; h < kHeld; ++h) start_of(held[h], held_start[h]);
-  } else {
-    put_starts(w.base + a.starts, column, w.n, lane);
-  }
-
   // A lane has two tokens at rows lane / 4 and 8 further on, which count 4
   // times.
   uint32_t to = w.shared + a.sums +
@@ -118,7 +107,6 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
                  (kTokens > 1 ? (lane & 3) * 2 : 0)) *
                     4;
   const int to_step = (64 * kTokens) << a.step_log2;
-  const int scale_step = a.rows_most * 32;
   const int scale_lane = (lane >> 2) * 2;
   auto unit = [&](const uint32_t (&b)[2][4], const int (&start)[4],
                   uint32_t words, uint32_t scale, Sum(&acc)[4]) {
@@ -157,46 +145,7 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
     }
     to += to_step;
   };
-  if constexpr (kHeld > 0) {
-    const int last = kHeld > 1 ? w.n - 1 : 0;
-  #pragma unroll 1
-    for (int left = w.mine; left > 0; --left) {
-      Sum acc[4] = {};
-      ring.wait(1);
-      unit(held[0], held_start[0], ring.slot, ring.scales, acc);
-      if constexpr (kHeld > 1) {
-        unit(held[1], held_start[1], ring.slot + last * 512,
-             ring.scales + last * scale_step, acc);
-      }
-      flush(acc);
-      ring.advance(1, left);
-    }
-  } else {
-  #pragma unroll 1
-    for (int left = w.mine; left > 0;) {
-      Sum acc[2][4] = {};
-      const bool two = ring.has_two(left);
-      ring.wait(two ? 2 : 1);
-      uint32_t words = ring.slot, scale = ring.scales;
-      uint32_t start_at = w.base + a.starts + (lane & 3) * 16;
-  #pragma unroll 1
-      for (int kt = 0; kt < w.n; ++kt) {
-        uint32_t b[2][4];
-        load_columns(column, kt, b);
-        const uint4 v = load_shared_16(start_at);
-        const int start[4] = {int(v.x), int(v.y), int(v.z), int(v.w)};
-        unit(b, start, words, scale, acc[0]);
-        if (two) unit(b, start, words + a.slot_bytes, scale + 32, acc[1]);
-        words += 512;
-        scale += scale_step;
-        start_at += 64;
-      }
-      flush(acc[0]);
-      if (two) flush(acc[1]);
-      ring.advance(two ? 2 : 1, left);
-      left -= two ? 2 : 1;
-    }
-  }
+  multiply_rows<kHeld, Sum, 4>(a, w, ring, column, unit, flush);
   __syncthreads();
 
   // kEach threads an output, each with every kEach-th part; tokens fastest.
