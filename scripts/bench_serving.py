@@ -187,7 +187,10 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Load the model and time it; seconds are medians of `--repeat` runs."""
+    """Load the model and time it; seconds are medians of `--repeat` runs.
+
+    Each is printed when it is known, so that a run cut short has told something.
+    """
     import random
 
     from lib.bench.weight_bytes import weight_bytes
@@ -209,6 +212,14 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "weights_gib": sum(llm.apply_model(weight_bytes)) / 2**30,
         "rows": [],
     }
+
+    report = sys.stderr if args.json else sys.stdout
+    print(
+        f"{args.shape}, {args.weights} weights: {result['weights_gib']:.3f} GiB, "
+        f"engine start {result['engine_start_s']:.0f} s",
+        file=report,
+        flush=True,
+    )
 
     def prompts(count: int, length: int) -> list[dict]:
         ids = range(1, args.vocab_size)
@@ -239,13 +250,18 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             seconds.append(time.perf_counter() - begin)
         median = statistics.median(seconds)
         tokens = count * (length if args.task == "embed" else GENERATED)
-        result["rows"].append(
-            {
-                "requests": count,
-                "tokens_each": length if args.task == "embed" else GENERATED,
-                "ms": median * 1e3,
-                "tokens_per_s": tokens / median,
-            }
+        row = {
+            "requests": count,
+            "tokens_each": length if args.task == "embed" else GENERATED,
+            "ms": median * 1e3,
+            "tokens_per_s": tokens / median,
+        }
+        result["rows"].append(row)
+        print(
+            f"{args.task} {count:4} x {row['tokens_each']}: "
+            f"{row['ms']:9.2f} ms {row['tokens_per_s']:10.0f} tokens/s",
+            file=report,
+            flush=True,
         )
     return result
 
@@ -271,16 +287,6 @@ def main() -> int:
     result = {**what, "dtype": args.dtype, "vllm": vllm.__version__, **result}
     if args.json:
         print("RESULT " + json.dumps(result))
-        return 0
-    print(
-        f"{args.shape}, {args.weights} weights: {result['weights_gib']:.3f} GiB, "
-        f"engine start {result['engine_start_s']:.0f} s"
-    )
-    for row in result["rows"]:
-        print(
-            f"{args.task} {row['requests']:4} x {row['tokens_each']}: "
-            f"{row['ms']:9.2f} ms {row['tokens_per_s']:10.0f} tokens/s"
-        )
     return 0
 
 
