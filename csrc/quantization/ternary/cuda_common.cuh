@@ -85,6 +85,28 @@ __device__ __forceinline__ uint32_t low_bytes(uint32_t a, uint32_t b,
                      0x5410);
 }
 
+// Four values in the bytes of a word.
+__device__ __forceinline__ uint32_t quantize_four(const float (&v)[4],
+                                                  float factor) {
+  uint32_t q[4];
+#pragma unroll
+  for (int c = 0; c < 4; ++c) q[c] = round_to_byte(v[c], factor);
+  return low_bytes(q[0], q[1], q[2], q[3]);
+}
+
+// AutoBitLinear's numbers of a token whose largest magnitude is `largest`: what
+// its values are multiplied by, as torch evaluates 127 / bound (a quotient
+// rounds differently), and what its integers count, which is NaN with infinity
+// or NaN.
+__device__ __forceinline__ float token_factor(float largest) {
+  return __fmul_rn(127.0f, __frcp_rn(fmaxf(largest, 1e-5f)));
+}
+__device__ __forceinline__ float token_scale(float largest) {
+  return __float_as_uint(largest) < 0x7f800000u
+             ? __fdiv_rn(fmaxf(largest, 1e-5f), 127.0f)
+             : __uint_as_float(0x7fffffffu);
+}
+
 // The weight {-1, 0, +1} at (n, k), by the formula of ternary_layout_cuda.py.
 __device__ __forceinline__ int ternary_at(const int32_t* weight, int K_pad,
                                           int n, int k) {

@@ -18,15 +18,22 @@ struct RingSource {
   uint32_t block_shift;  // scale block = (k tile) >> block_shift
 };
 
+// From k tiles to blocks of scales: RingSource::block_shift.
+template <typename Product>
+uint32_t block_shift(const Product& g) {
+  if (g.num_blocks == 1) return 31;
+  uint32_t shift = 0;
+  while ((128 << shift) < g.block_size) ++shift;
+  return shift;
+}
+
 // What a kernel's arguments say of a product's weights and their blocks.
 template <typename Args, typename Product>
 void set_ring(Args& a, const Product& g) {
   a.ring = {g.weight,     static_cast<const half*>(g.scale),
             g.N_pad,      g.K_pad,
-            g.num_blocks, 31};
+            g.num_blocks, block_shift(g)};
   if (g.num_blocks > 1) {
-    a.ring.block_shift = 0;
-    while ((128 << a.ring.block_shift) < g.block_size) ++a.ring.block_shift;
     const uint32_t d = uint32_t(g.block_size / 32);
     a.block_magic = ((1u << 31) + d - 1) / d;
   }

@@ -22,10 +22,10 @@ S8Scale scale_of(const W2A8Args& g) {
              : S8Scale::kGeneral;
 }
 
-// What both kinds of arguments have.
-template <typename Args>
-S8Args common(const Args& g) {
-  S8Args a{};
+// What the arguments of both families of kernels say of both kinds of product.
+template <typename Args, typename Product>
+Args common(const Product& g) {
+  Args a{};
   a.scale = g.scale;
   a.scale_dtype = g.scale_dtype;
   a.bias = g.bias;
@@ -34,41 +34,36 @@ S8Args common(const Args& g) {
   a.N = g.N;
   a.K = g.K;
   a.N_pad = g.N_pad;
-  a.K_pad = g.K_pad;
-  a.num_blocks = g.num_blocks;
-  a.parts = 1;
-  set_ring(a, g);
   a.device = g.device;
   a.stream = g.stream;
   return a;
 }
 
+template <typename Product>
+S8Args s8(const Product& g) {
+  S8Args a = common<S8Args>(g);
+  a.K_pad = g.K_pad;
+  a.num_blocks = g.num_blocks;
+  a.parts = 1;
+  set_ring(a, g);
+  return a;
+}
+
 // What the kernels with short chains take: sm_90 and later, K of whole 32.
-template <typename Args>
-bool direct_takes(const Args& g, const MmaConfig& config) {
+template <typename Product>
+bool direct_takes(const Product& g, const MmaConfig& config) {
   return config.variant >= kDirect && g.K % 32 == 0 &&
          device_info(g.device).capability >= 90;
 }
 
-template <typename Args>
-DirectArgs direct(const Args& g) {
-  DirectArgs a{};
-  const S8Args c = common(g);
+template <typename Product>
+DirectArgs direct(const Product& g) {
+  DirectArgs a = common<DirectArgs>(g);
   a.weight = g.weight;
-  a.scale = g.scale;
-  a.scale_dtype = g.scale_dtype;
-  a.bias = g.bias;
-  a.y = g.y;
   a.ldy = g.N;
-  a.M = g.M;
-  a.N = g.N;
-  a.K = g.K;
-  a.N_pad = g.N_pad;
   a.all_k_tiles = g.K_pad / 128;
-  a.block_shift = int(c.ring.block_shift);
+  a.block_shift = int(block_shift(g));
   a.last_block = g.num_blocks - 1;
-  a.device = g.device;
-  a.stream = g.stream;
   return a;
 }
 
@@ -107,7 +102,7 @@ void mma_s8_gemm(const W2A8Args& g, const MmaConfig& config,
                  const QuantArgs* quant) {
   if (quant && mma_s8_direct(g, config, *quant)) return;
   const MmaConfig c = without_direct(config);
-  S8Args a = common(g);
+  S8Args a = s8(g);
   if (quant) {
     a.x = quant->x;
     a.ldx = quant->ldx;
@@ -145,7 +140,7 @@ bool mma_s8_direct(const GemmArgs& g, const MmaConfig& config) {
 void mma_s8_gemm(const GemmArgs& g, const MmaConfig& config) {
   if (mma_s8_direct(g, config)) return;
   const MmaConfig c = without_direct(config);
-  S8Args a = common(g);
+  S8Args a = s8(g);
   a.x = g.x;
   a.ldx = g.ldx;
   a.ldy = g.ldy;

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "mma_s8.cuh"
+#include "sm90_prefill_ptx.cuh"
 
 namespace vllm::ternary {
 
@@ -40,29 +41,6 @@ struct DirectArgs {
   int device;
   cudaStream_t stream;
 };
-
-__device__ __forceinline__ void mbarrier_init(uint32_t at, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count)
-               : "memory");
-}
-
-__device__ __forceinline__ void mbarrier_expect(uint32_t at, int bytes) {
-  asm volatile(
-      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at),
-      "r"(bytes)
-      : "memory");
-}
-
-// d = a * b + c.
-__device__ __forceinline__ void mma_s8_from(int (&d)[4], const uint32_t (&a)[4],
-                                            uint32_t b0, uint32_t b1,
-                                            const int (&c)[4]) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
-      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c[0]),
-        "r"(c[1]), "r"(c[2]), "r"(c[3]));
-}
 
 // Which part of the product a warp computes.
 struct DirectWarp {
@@ -128,20 +106,20 @@ struct DirectRing {
            (int64_t(w.tile0 + w.first) * a.all_k_tiles + w.kt0) * 512;
   }
 
-  // One lane does this.
+  // One lane begins the next copy.
   __device__ __forceinline__ void fill(uint32_t to, uint32_t at) {
-    mbarrier_expect(at, w.n * 512);
+    sm90::mbar_expect_tx(at, w.n * 512);
     bulk_copy(to, from, w.n * 512, at);
     from += int64_t(a.all_k_tiles * 512) << a.step_log2;
   }
 
-  // One lane: counters for every slot. Then all, after the fence.
+  // One lane makes the slots' barriers; after a fence it fills them all.
   __device__ __forceinline__ void init() {
 #pragma unroll 1
-    for (int i = 0; i < a.slots; ++i) mbarrier_init(barrier + i * 8, 1);
+    for (int i = 0; i < a.slots; ++i) sm90::mbar_init(barrier + i * 8, 1);
   }
 
-  __device__ __forceinline__ void fill_all() {  // one lane
+  __device__ __forceinline__ void fill_all() {
     uint32_t to = slot, at = barrier;
 #pragma unroll 1
     for (int i = min(a.slots, w.mine); i > 0; --i) {
@@ -305,7 +283,7 @@ __device__ __forceinline__ void multiply_tile(int (&d)[4], uint32_t words,
   const uint4 w = load_shared_16(words);
   uint32_t codes[4];
   decode_s8(w.x, codes);
-  mma_s8_from(d, codes, b[0][0], b[0][1], start);
+  mma_s8(d, codes, b[0][0], b[0][1], start);
   decode_s8(w.y, codes);
   mma_s8(d, codes, b[0][2], b[0][3]);
   decode_s8(w.z, codes);

@@ -10,61 +10,6 @@
 
 namespace vllm::ternary {
 
-// out[d]: digit d of the integers nearest to the values times 2^15 `up`,
-// highest first.
-template <typename T>
-__device__ __forceinline__ void digits_of(const Eight& x, float up,
-                                          uint32_t (&out)[4][2]) {
-#pragma unroll
-  for (int t = 0; t < 2; ++t) {
-    float values[4];
-    x.values<T>(t, values);
-    uint32_t of[4];  // of each value, the lowest in the lowest byte
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const int n = __float2int_rn(values[c] * up * 32768.0f);
-      of[c] = (uint32_t(n) + 0x00808080u) ^ 0x00808080u;
-    }
-    const uint32_t low01 = __byte_perm(of[0], of[1], 0x5140);
-    const uint32_t low23 = __byte_perm(of[2], of[3], 0x5140);
-    const uint32_t high01 = __byte_perm(of[0], of[1], 0x7362);
-    const uint32_t high23 = __byte_perm(of[2], of[3], 0x7362);
-    out[3][t] = __byte_perm(low01, low23, 0x5410);
-    out[2][t] = __byte_perm(low01, low23, 0x7632);
-    out[1][t] = __byte_perm(high01, high23, 0x5410);
-    out[0][t] = __byte_perm(high01, high23, 0x7632);
-  }
-}
-
-// Stores v at `at` in CTA `rank` of the cluster; its barrier counts the bytes.
-__device__ __forceinline__ void store_cluster(uint32_t at, uint32_t barrier,
-                                              int rank, float v) {
-  asm volatile(
-      "{\n"
-      ".reg .b32 to, counter;\n"
-      "mapa.shared::cluster.u32 to, %0, %2;\n"
-      "mapa.shared::cluster.u32 counter, %1, %2;\n"
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [to], %3, "
-      "[counter];\n"
-      "}" ::"r"(at),
-      "r"(barrier), "r"(rank), "r"(__float_as_uint(v))
-      : "memory");
-}
-
-// Waits for all that store_cluster() brings.
-__device__ __forceinline__ void wait_cluster(uint32_t barrier) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], "
-      "%1;\n"
-      "@!done bra again;\n"
-      "}" ::"r"(barrier),
-      "r"(0)
-      : "memory");
-}
-
 // kHeld: k tiles of a warp, if their digits fit in registers, or 0. kRounds:
 // times 256 values, what a warp has of x at most.
 template <typename T, int kWarps, int kTokens, int kHeld, int kRounds>
@@ -82,30 +27,26 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
   if (elect_lane()) {
     ring.init();
     if (a.split > 1 && w.warp == 0) {
-      mbarrier_init(counter, 1);
+      sm90::mbar_init(counter, 1);
       // Outputs of this rank, from every rank.
       const int own = (outputs + a.split - 1 - w.rank) >> a.split_log2;
-      mbarrier_expect(counter, (own << a.split_log2) * 4);
+      sm90::mbar_expect_tx(counter, (own << a.split_log2) * 4);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    sm90::mbar_init_fence();
     ring.fill_all();
   }
   __syncwarp();
   ring.fetch_scales();
   float2* const rows = reinterpret_cast<float2*>(smem + a.rows);
   fetch_rows<T, false>(a, w, rows);
-  if (a.split > 1) {
-    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-  }
+  if (a.split > 1) sm90::cluster_arrive();
   pdl_wait();
-  if (a.split > 1) {  // the others' counters are ready
-    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-  }
+  if (a.split > 1) sm90::cluster_wait();  // the others' counters are ready
 
   // x is loaded once: even a load that hits L1 would wait behind the weights of
   // the next kernel, which begins now.
   Eight x[kTokens][kRounds];
-  float up[kTokens], factor[kTokens];
+  DigitUnit unit_of[kTokens];
   #pragma unroll
   for (int m = 0; m < kTokens; ++m) {
   #pragma unroll
@@ -121,14 +62,7 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
   #pragma unroll
     for (int j = 0; j < kRounds; ++j) top = x[m][j].largest(top);
     top = __reduce_max_sync(~0u, max(top & 0xffffu, top >> 16));
-    const uint32_t bits =
-        __float_as_uint(to_float(reinterpret_cast<const T&>(top)));
-    // 2^(e - 1) <= the largest value < 2^e, or e is as low as it may be.
-    const int e = max(int(bits >> 23) - 126, -111);
-    up[m] = __uint_as_float(uint32_t(15 - e + 127) << 23);
-    factor[m] = bits < 0x7f800000u
-                    ? __uint_as_float(uint32_t(e - 15 + 127) << 23)
-                    : __uint_as_float(0x7fffffffu);
+    unit_of[m] = digit_unit<T>(top);
   }
   #pragma unroll
   for (int m = 0; m < kTokens; ++m) {
@@ -137,7 +71,15 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
       // With kHeld, a k tile too many is zero.
       if (j * 2 + (lane >> 4) >= (kHeld ? kHeld : w.n)) continue;
       uint32_t out[4][2];
-      digits_of<T>(x[m][j], up[m], out);
+  #pragma unroll
+      for (int t = 0; t < 2; ++t) {
+        float values[4];
+        x[m][j].template values<T>(t, values);
+        uint32_t digits[4];
+        digits_of(values, unit_of[m].up, digits);
+  #pragma unroll
+        for (int d = 0; d < 4; ++d) out[d][t] = digits[d];
+      }
       const uint32_t to =
           w.base + a.columns + m * 4 * a.pitch + (lane + j * 32) * 8;
   #pragma unroll
@@ -154,7 +96,7 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
   // 4 and 8 further on.
   const int token = kTokens > 1 ? (lane & 3) >> 1 : 0;
   const bool writes = !(lane & (kTokens > 1 ? 1 : 3));
-  const float even = token ? factor[kTokens - 1] : factor[0];
+  const float even = token ? unit_of[kTokens - 1].factor : unit_of[0].factor;
   const float odd = even * 0.25f;
   uint32_t to =
       w.shared + a.sums +
@@ -213,13 +155,16 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
     if (a.split == 1) {
       store(i, v);
     } else {  // output i belongs to CTA i % split
-      store_cluster(w.shared + a.received +
-                        (w.rank * a.rank_sums + (i >> a.split_log2)) * 4,
-                    counter, i & (a.split - 1), v);
+      const int owner = i & (a.split - 1);
+      const uint32_t to_owner =
+          w.shared + a.received +
+          (w.rank * a.rank_sums + (i >> a.split_log2)) * 4;
+      sm90::st_async(sm90::map_to_rank(to_owner, owner),
+                     sm90::map_to_rank(counter, owner), v);
     }
   }
   if (a.split > 1) {
-    wait_cluster(counter);
+    sm90::mbar_wait_cluster(counter, 0);
     const float* received = reinterpret_cast<const float*>(smem + a.received);
     for (int i = threadIdx.x; (i << a.split_log2) + w.rank < outputs;
          i += kWarps * 32) {

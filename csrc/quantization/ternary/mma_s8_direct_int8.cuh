@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
   DirectRing<!kRow> ring(a, w);
   if (elect_lane()) {
     ring.init();
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    sm90::mbar_init_fence();
     ring.fill_all();
   }
   __syncwarp();
@@ -72,8 +72,7 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
     top = max(top, __shfl_xor_sync(~0u, top, d));
   }
   if (threadIdx.x < kTokens) table[lane] = top;
-  const float bound = fmaxf(to_float(reinterpret_cast<const T&>(top)), 1e-5f);
-  const float up = __fmul_rn(127.0f, __frcp_rn(bound));
+  const float up = token_factor(to_float(reinterpret_cast<const T&>(top)));
   #pragma unroll
   for (int m = 0; m < kTokens; ++m) {
     const float factor = __shfl_sync(~0u, up, m);
@@ -86,10 +85,7 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
       for (int t = 0; t < 2; ++t) {
         float values[4];
         x[m][j].template values<T>(t, values);
-        uint32_t q[4];
-  #pragma unroll
-        for (int c = 0; c < 4; ++c) q[c] = round_to_byte(values[c], factor);
-        out[t] = low_bytes(q[0], q[1], q[2], q[3]);
+        out[t] = quantize_four(values, factor);
       }
       store_shared_8(w.base + a.columns + m * a.pitch + (lane + j * 32) * 8,
                      out);
@@ -175,10 +171,8 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
     for (int d = 1; d < kEach; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
     if (!valid || each) continue;
     const uint32_t top_m = table[m];
-    const float largest = to_float(reinterpret_cast<const T&>(top_m));
-    const float factor = __float_as_uint(largest) < 0x7f800000u
-                             ? __fdiv_rn(fmaxf(largest, 1e-5f), 127.0f)
-                             : __uint_as_float(0x7fffffffu);
+    const float factor =
+        token_scale(to_float(reinterpret_cast<const T&>(top_m)));
     float v = float(sum);
     if constexpr (kRow) v = __fmul_rn(v, scale);
     v = __fmul_rn(v, factor);

@@ -210,6 +210,42 @@ __device__ __forceinline__ void for_units(Unit (&held)[kHeld], bool reuse,
   }
 }
 
+// The unit of the digits of a token whose largest magnitude reads as `top`.
+struct DigitUnit {
+  float up;      // values times 2^15 `up` are integers of 30 bits
+  float factor;  // 2^15 times the unit, or NaN
+};
+
+template <typename T>
+__device__ __forceinline__ DigitUnit digit_unit(uint32_t top) {
+  const uint32_t bits =
+      __float_as_uint(to_float(reinterpret_cast<const T&>(top)));
+  // 2^(e - 1) <= the largest value < 2^e, or e is as low as it may be.
+  const int e = max(int(bits >> 23) - 126, -111);
+  return {__uint_as_float(uint32_t(15 - e + 127) << 23),
+          bits < 0x7f800000u ? __uint_as_float(uint32_t(e - 15 + 127) << 23)
+                             : __uint_as_float(0x7fffffffu)};
+}
+
+// out[d]: digit d of the integers of four values, highest first.
+__device__ __forceinline__ void digits_of(const float (&values)[4], float up,
+                                          uint32_t (&out)[4]) {
+  uint32_t of[4];  // of each value, the lowest in the lowest byte
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    const int n = __float2int_rn(values[c] * up * 32768.0f);
+    of[c] = (uint32_t(n) + 0x00808080u) ^ 0x00808080u;
+  }
+  const uint32_t low01 = __byte_perm(of[0], of[1], 0x5140);
+  const uint32_t low23 = __byte_perm(of[2], of[3], 0x5140);
+  const uint32_t high01 = __byte_perm(of[0], of[1], 0x7362);
+  const uint32_t high23 = __byte_perm(of[2], of[3], 0x7362);
+  out[3] = __byte_perm(low01, low23, 0x5410);
+  out[2] = __byte_perm(low01, low23, 0x7632);
+  out[1] = __byte_perm(high01, high23, 0x5410);
+  out[0] = __byte_perm(high01, high23, 0x7632);
+}
+
 // W2A16: every value as a signed integer of 30 bits in units of 2^(e - 30),
 // with 2^e above the token's largest value here, in four signed bytes, highest
 // first. That is exact for values within 2^19 (float16) or 2^22 (bfloat16) of
@@ -232,36 +268,17 @@ __device__ __forceinline__ void stage_digits(uint8_t* xs, int* offsets,
   auto convert = [&](int i, const Unit& unit) {
     const int m = unsigned(min(i, total - 1)) / unsigned(units);
     const int u = i - m * units;
-    // 2^(e - 1) <= the largest value < 2^e, or e is as low as it may be.
-    const uint32_t top = table[m].most;
-    const uint32_t bits =
-        __float_as_uint(to_float(reinterpret_cast<const T&>(top)));
-    const int e = max(int(bits >> 23) - 126, -111);
-    const float up = __uint_as_float(uint32_t(15 - e + 127) << 23);
-    if (u == 0 && i < total) {
-      table[m].factor = bits < 0x7f800000u
-                            ? __uint_as_float(uint32_t(e - 15 + 127) << 23)
-                            : __uint_as_float(0x7fffffffu);
-    }
+    const DigitUnit digit = digit_unit<T>(table[m].most);
+    if (u == 0 && i < total) table[m].factor = digit.factor;
     uint32_t out[4][4];  // [digit][word]
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
       float values[4];
       unit.values<T>(t, values);
-      uint32_t digits[4];  // of each value, the lowest in the lowest byte
+      uint32_t digits[4];
+      digits_of(values, digit.up, digits);
 #pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const int n = __float2int_rn(values[c] * up * 32768.0f);
-        digits[c] = (uint32_t(n) + 0x00808080u) ^ 0x00808080u;
-      }
-      const uint32_t low01 = __byte_perm(digits[0], digits[1], 0x5140);
-      const uint32_t low23 = __byte_perm(digits[2], digits[3], 0x5140);
-      const uint32_t high01 = __byte_perm(digits[0], digits[1], 0x7362);
-      const uint32_t high23 = __byte_perm(digits[2], digits[3], 0x7362);
-      out[3][t] = __byte_perm(low01, low23, 0x5410);
-      out[2][t] = __byte_perm(low01, low23, 0x7632);
-      out[1][t] = __byte_perm(high01, high23, 0x5410);
-      out[0][t] = __byte_perm(high01, high23, 0x7632);
+      for (int d = 0; d < 4; ++d) out[d][t] = digits[d];
     }
 #pragma unroll
     for (int d = 0; d < 4; ++d) {
@@ -306,24 +323,14 @@ __device__ __forceinline__ void stage_quantized(uint8_t* xs, int* offsets,
     const int u = i - m * units;
     const uint32_t top = table[m].most;
     const float largest = to_float(reinterpret_cast<const T&>(top));
-    const bool finite = __float_as_uint(largest) < 0x7f800000u;
-    const float bound = fmaxf(largest, 1e-5f);
-    const float factor = __fmul_rn(127.0f, __frcp_rn(bound));
-    if (begin && u == 0 && i < total) {
-      table[m].factor =
-          finite ? __fdiv_rn(bound, 127.0f) : __uint_as_float(0x7fffffffu);
-    }
+    const float factor = token_factor(largest);
+    if (begin && u == 0 && i < total) table[m].factor = token_scale(largest);
     uint32_t out[4];
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
       float values[4];
       unit.values<T>(t, values);
-      uint32_t q[4];
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        q[c] = round_to_byte(values[c], factor);
-      }
-      out[t] = low_bytes(q[0], q[1], q[2], q[3]);
+      out[t] = quantize_four(values, factor);
     }
     const int sum = sum_of_tile(out);
     if (i < total) {

@@ -170,6 +170,15 @@ __device__ __forceinline__ void st_async_v4(uint32_t addr, uint32_t bar,
       : "memory");
 }
 
+// The same of four bytes.
+__device__ __forceinline__ void st_async(uint32_t addr, uint32_t bar, float v) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, "
+      "[%2];" ::"r"(addr),
+      "r"(__float_as_uint(v)), "r"(bar)
+      : "memory");
+}
+
 // The two halves of cluster_sync.
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");

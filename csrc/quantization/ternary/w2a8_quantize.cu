@@ -20,8 +20,6 @@ constexpr int max_threads(int units) {
   return units == 0 ? 1024 : units == 1 ? 512 : 768;
 }
 
-constexpr uint32_t kInfinity = 0x7f800000u;
-
 // Eight values of a norm weight, whose rows start anywhere; zero past K.
 __device__ __forceinline__ void load_norm(float (&v)[8], const QuantArgs& a,
                                           int64_t row, int k) {
@@ -189,9 +187,7 @@ __global__ void __launch_bounds__(max_threads(kUnits), kUnits == 1 ? 2 : 1)
       }
       most = across_warps(__reduce_max_sync(~0u, most), shared_max,
                           [](uint32_t p, uint32_t q) { return max(p, q); });
-      const float bound = fmaxf(__uint_as_float(most), 1e-5f);
-      // As torch evaluates 127 / bound: a quotient rounds differently.
-      const float factor = __fmul_rn(127.0f, __frcp_rn(bound));
+      const float factor = token_factor(__uint_as_float(most));
 
       const int64_t row = int64_t(part) * a.M + m;
       int total = 0;
@@ -230,8 +226,7 @@ __global__ void __launch_bounds__(max_threads(kUnits), kUnits == 1 ? 2 : 1)
                            [](int p, int q) { return p + q; });
       if (threadIdx.x == 0) {
         a.xsum[row] = total;
-        a.xs[row] = most < kInfinity ? __fdiv_rn(bound, 127.0f)
-                                     : __uint_as_float(0x7fffffffu);
+        a.xs[row] = token_scale(__uint_as_float(most));
       }
     }
   }
