@@ -90,6 +90,15 @@ class Model:
         costs = [*self.tiles[kernel][cut.tile], *self.shared[kernel]]
         return float(features @ np.array(costs))
 
+    def costs(self, kernel: str) -> np.ndarray:
+        """All costs of a kernel in a row: unit and wave of each tile, then three."""
+        return np.concatenate([self.tiles[kernel].ravel(), self.shared[kernel]])
+
+    def set_costs(self, kernel: str, costs: np.ndarray) -> None:
+        """Replace them."""
+        self.tiles[kernel] = costs[:-3].reshape(-1, 2)
+        self.shared[kernel] = costs[-3:]
+
     def cuts(
         self, kernel: str, clusters: dict[tuple[int, int], int], sizes
     ) -> Iterator[tuple[Cut, int, np.ndarray]]:
@@ -145,7 +154,7 @@ def fit(model: Model, kernel: str, entries: list[dict[str, Any]]) -> None:
             weight = best / time["microseconds"] ** 2
             rows.append(row * weight)
             right.append(time["microseconds"] * weight)
-    old = np.concatenate([model.tiles[kernel].ravel(), model.shared[kernel]])
+    old = model.costs(kernel)
     known = np.abs(np.array(rows)).max(0) > 0
     for i in np.flatnonzero(known & (old > 0) & (old < UNKNOWN)):
         rows.append(np.eye(len(old))[i] * 0.1 / old[i])
@@ -153,8 +162,7 @@ def fit(model: Model, kernel: str, entries: list[dict[str, Any]]) -> None:
     matrix, target = np.array(rows), np.array(right)
     new = old.copy()
     new[known] = least_squares(matrix[:, known], target)
-    model.tiles[kernel] = new[: 2 * count].reshape(count, 2)
-    model.shared[kernel] = new[2 * count :]
+    model.set_costs(kernel, new)
 
 
 def refine(model: Model, kernel: str, entries: list[dict[str, Any]]) -> None:
@@ -165,14 +173,13 @@ def refine(model: Model, kernel: str, entries: list[dict[str, Any]]) -> None:
     go up and down in ever smaller steps while that helps. Errors count, too: two
     launches, and few or many tokens, are compared by the costs themselves.
     """
-    before = _Measured(model, kernel, entries).costs
+    before = model.costs(kernel)
     fit(model, kernel, entries)
+    fitted = model.costs(kernel)
+    starts = fitted, np.where(before < UNKNOWN, before, fitted)
     measured = _Measured(model, kernel, entries)
-    known = np.where(before < UNKNOWN, before, measured.costs)
-    best = min(map(measured.descend, (measured.costs, known)), key=measured.objective)
-    count = len(model.shapes[kernel])
-    model.tiles[kernel] = best[: 2 * count].reshape(count, 2)
-    model.shared[kernel] = best[2 * count :]
+    best = min(map(measured.descend, starts), key=measured.objective)
+    model.set_costs(kernel, best)
 
 
 class _Measured:
@@ -195,7 +202,6 @@ class _Measured:
         self.best = np.concatenate(
             [np.full(s.stop - s.start, self.time[s].min()) for s in self.sizes]
         )
-        self.costs = np.concatenate([model.tiles[kernel].ravel(), model.shared[kernel]])
 
     def objective(self, costs: np.ndarray) -> float:
         """Expected loss if costs were a little off, worst loss and error."""
