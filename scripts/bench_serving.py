@@ -249,16 +249,16 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             work(count, length)
             seconds.append(time.perf_counter() - begin)
         median = statistics.median(seconds)
-        tokens = count * (length if args.task == "embed" else GENERATED)
+        each = length if args.task == "embed" else GENERATED
         row = {
             "requests": count,
-            "tokens_each": length if args.task == "embed" else GENERATED,
+            "tokens_each": each,
             "ms": median * 1e3,
-            "tokens_per_s": tokens / median,
+            "tokens_per_s": count * each / median,
         }
         result["rows"].append(row)
         print(
-            f"{args.task} {count:4} x {row['tokens_each']}: "
+            f"{args.task} {count:4} x {each}: "
             f"{row['ms']:9.2f} ms {row['tokens_per_s']:10.0f} tokens/s",
             file=report,
             flush=True,
