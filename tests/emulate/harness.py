@@ -292,6 +292,16 @@ def expected_gemm(
     return y if bias is None else y + bias.double()
 
 
+def expected_int8(
+    x: torch.Tensor, dense: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The product of x as AutoBitLinear quantizes it, and `dense` [N, K] in float64."""
+    top = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-5)
+    integers = (x.float() * (127.0 * (1.0 / top))).round().double()
+    y = integers @ dense.t() * (top.double() / 127)
+    return y if bias is None else y + bias.double()
+
+
 INVERSE = np.argsort(
     [
         (k & ~31) + 2 * (k & 8) + 2 * (k & 6) + (k >> 4 & 1) + 2 * (k & 1)

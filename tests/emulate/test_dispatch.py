@@ -70,11 +70,7 @@ def test_w2a8(emulators, arch, device):
             if norm is not None:
                 inverse = 1.0 / torch.sqrt(v.pow(2).mean(-1, keepdim=True) + 1e-6)
                 v = ((v * inverse).to(dtype).float() * norm[part].float()).to(dtype)
-                v = v.float()
-            top = v.abs().amax(-1, keepdim=True).clamp(min=1e-5)
-            integers = (v * (127.0 * (1.0 / top))).round().double()
-            rows = w.dense()[begin:end]
-            expected.append(integers @ rows.t() * (top.double() / 127))
+            expected.append(harness.expected_int8(v, w.dense()[begin:end]))
             begin = end
         # A value on the edge between two integers may round either way.
         assert harness.error(y, torch.cat(expected, 1)) < 2 * TOLERANCE[dtype]
@@ -98,9 +94,7 @@ def test_w2a8_of_one_part(emulators, arch, device):
         emulator.call("dispatch_w2a8", q, a, seed=i, device=device)
         y = emulator.get(a.y)
         emulator.free()
-        top = x.float().abs().amax(-1, keepdim=True)
-        integers = (x.float() * (127.0 * (1.0 / top))).round().double()
-        expected = integers @ w.dense().t() * (top.double() / 127)
+        expected = harness.expected_int8(x, w.dense())
         assert harness.error(y, expected) < 2 * TOLERANCE[dtype]
 
 

@@ -165,9 +165,7 @@ def test_w2a8_quantized_inside(emulators, m, variant, target, dtype):
             found.append(emulator.get(a.y))
             emulator.free()
         assert torch.equal(*found)
-        top = x.float().abs().amax(-1, keepdim=True)
-        integers = (x.float() * (127.0 * (1.0 / top))).round().double()
-        expected = integers @ w.dense().t() * (top.double() / 127)
+        expected = harness.expected_int8(x, w.dense())
         assert harness.error(found[0], expected) < TOLERANCE[dtype]
 
 

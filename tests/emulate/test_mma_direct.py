@@ -110,13 +110,6 @@ def int8(emulators, cut, x, w, bias=None, seed=0):
     return y
 
 
-def expected_int8(x, w, bias=None):
-    top = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-5)
-    integers = (x.float() * (127.0 * (1.0 / top))).round().double()
-    y = integers @ w.dense().t() * (top.double() / 127)
-    return y if bias is None else y + bias.double()
-
-
 # One token, or up to eight, of which a warp has no more than two k tiles.
 INT8 = [(i, 1) for i in range(len(CUTS))]
 INT8 += [(i, m) for i in range(7) for m in (2, 5, 8)]
@@ -135,7 +128,8 @@ def test_8_bits(emulators, i, m, dtype):
             x, w, bias = case(seed, m, n, k, block, dtype, scale_dtype)
             cut = [variant, 3 if turn % 4 == 3 else 1, 1 + seed % 2]
             y = int8(emulators, cut, x, w, bias, seed)
-            assert harness.error(y, expected_int8(x, w, bias)) < TOLERANCE[dtype]
+            expected = harness.expected_int8(x, w.dense(), bias)
+            assert harness.error(y, expected) < TOLERANCE[dtype]
             if w.num_blocks == 1:
                 assert torch.equal(y, int8(emulators, [0, 2, 1], x, w, bias, seed))
 
@@ -155,7 +149,8 @@ def test_8_bits_of_little_or_no_numbers(emulators, m, block):
         x[-1] = last * 1e-6
         w.scale *= 1000
         y = int8(emulators, [TWO, 1, 1], x, w)
-        assert harness.error(y, expected_int8(x, w)) < 2 * TOLERANCE[dtype]
+        expected = harness.expected_int8(x, w.dense())
+        assert harness.error(y, expected) < 2 * TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -174,7 +169,8 @@ def test_what_they_leave_to_the_others(emulators, variant, dtype):
     for m, n, k in ((4, 90, 1111), (9, 150, 640), (8, 64, 6144)):
         x, w, bias = case(m, m, n, k, (128, ROW)[m % 2], dtype)
         y = int8(emulators, [variant, 2, 2], x, w, bias)
-        assert harness.error(y, expected_int8(x, w, bias)) < TOLERANCE[dtype]
+        expected = harness.expected_int8(x, w.dense(), bias)
+        assert harness.error(y, expected) < TOLERANCE[dtype]
     # Tokens that come as bytes, of two parts.
     rng = np.random.default_rng(variant)
     w = harness.make_weight(rng, 90, 1024, ROW)
