@@ -154,7 +154,8 @@ class Plans:
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plans]:
     folder = tmp_path_factory.mktemp("plans")
-    files = [HERE / f"{name}.cpp" for name in ("plans", "checks", "direct")]
+    names = ("plans", "checks", "direct", "digits")
+    files = [HERE / f"{name}.cpp" for name in names]
     files.append(EMULATE / "tensor_map.cpp")
     for i, unit in enumerate(UNITS):
         files.append(folder / f"unit{i}.cpp")
@@ -281,10 +282,14 @@ def test_direct_kernels(plans: Plans, d: Device) -> None:
         found.update(names)
     # Dtypes, kinds of scales, and k tiles of a warp: 1, 2, up to 6, up to 10.
     shapes = {(1, 1), (2, 1), (0, 3), (0, 5)} if d.capability >= 90 else set()
+    # Digits, with all warps along K or not; an odd k tile is loaded on its own.
+    ends = {(1, 0, "true"), (1, 0, "false"), (2, 1, "true"), (2, 1, "false")}
+    ends |= {(0, 3, "true"), (0, 5, "true")}
     wanted = set()
     for dtype in ("__half", "__nv_bfloat16") if shapes else ():
+        wanted |= {("digits", dtype, 1, *end) for end in ends | {(3, 1, "true")}}
+        wanted |= {("digits", dtype, 2, *end) for end in ends}
         for end in shapes:
-            wanted |= {("digits", dtype, 16, m, *end) for m in (1, 2)}
             for row in ("true", "false"):
                 wanted |= {("int8", dtype, row, 16, 1, *end)}
                 if end[0]:
@@ -370,7 +375,7 @@ def test_the_table_names_kernels_that_run(plans: Plans) -> None:
     """Every entry, for its own sizes, on the device that it was measured on."""
     table = json.loads((SOURCES / "dispatch_table.json").read_text())
     header = (SOURCES / "dispatch_table.h").read_text()
-    entries = re.findall(r"\{(\d+), (\d+), (\d+), (\d), (\d), (\d), (\d+)\}", header)
+    entries = re.findall(r"\{(\d+), (\d+), (\d+), (\d), (\d), (\d+), (\d+)\}", header)
     assert header == tune.header(table) and len(entries) > 100
     split = header.index("kW2A8Table")
     first = len(re.findall(r"\{\d+, \d+, \d+, \d, \d", header[:split]))

@@ -8,8 +8,8 @@ void mma_s8_digits_half(const S8Args&, const MmaConfig&);
 void mma_s8_digits_bfloat16(const S8Args&, const MmaConfig&);
 void mma_s8_int8_half(const S8Args&, const MmaConfig&, S8Scale);
 void mma_s8_int8_bfloat16(const S8Args&, const MmaConfig&, S8Scale);
-bool mma_s8_direct_digits_half(const DirectArgs&, const MmaConfig&);
-bool mma_s8_direct_digits_bfloat16(const DirectArgs&, const MmaConfig&);
+bool mma_s8_direct_digits_half(const GemmArgs&, const MmaConfig&);
+bool mma_s8_direct_digits_bfloat16(const GemmArgs&, const MmaConfig&);
 bool mma_s8_direct_int8_half(const DirectArgs&, const MmaConfig&, bool);
 bool mma_s8_direct_int8_bfloat16(const DirectArgs&, const MmaConfig&, bool);
 
@@ -129,12 +129,8 @@ bool mma_s8_supported(const GemmArgs& g) {
 
 bool mma_s8_direct(const GemmArgs& g, const MmaConfig& config) {
   if (!direct_takes(g, config) || !mma_s8_supported(g)) return false;
-  DirectArgs d = direct(g);
-  d.x = g.x;
-  d.ldx = g.ldx;
-  d.ldy = g.ldy;
-  return g.dtype == DType::kHalf ? mma_s8_direct_digits_half(d, config)
-                                 : mma_s8_direct_digits_bfloat16(d, config);
+  return g.dtype == DType::kHalf ? mma_s8_direct_digits_half(g, config)
+                                 : mma_s8_direct_digits_bfloat16(g, config);
 }
 
 void mma_s8_gemm(const GemmArgs& g, const MmaConfig& config) {

@@ -4,7 +4,7 @@
 
 namespace vllm::ternary {
 
-bool mma_s8_direct_digits_bfloat16(const DirectArgs& args,
+bool mma_s8_direct_digits_bfloat16(const GemmArgs& args,
                                    const MmaConfig& config) {
   return launch_direct_digits<__nv_bfloat16>(args, config);
 }

@@ -4,63 +4,299 @@
 // W2A16 for one or two tokens: each value of x in four signed digits, as
 // stage_digits() in mma_s8_stage.cuh makes them, but in units of what the
 // warp's part of K has as its largest value.
+//
+// Few instructions: what a multiprocessor issues before the activations are
+// there is taken from the kernel ahead, which runs beside it. One warp fetches
+// the row tiles that fit for all; those after them, each warp its part.
 #pragma once
 
 #include "mma_s8_direct.cuh"
 
 namespace vllm::ternary {
 
+constexpr int kDigitsWarps = 16;
+constexpr int kScaleWarps = 4;  // that fetch scales
+
+struct DigitsArgs {
+  const int32_t* weight;
+  const half* scale;
+  const void* x;
+  int64_t ldx;
+  const void* bias;
+  void* y;
+  int64_t ldy;
+  int N, K, N_pad;
+  int all_k_tiles, block_shift, last_block;  // scale block = tile >> shift
+  int split, split_log2;                     // CTAs along K, one cluster
+  int tiles, tiles_rest;      // row tiles of 16 per CTA; `rest` have one more
+  int parts_log2, step_log2;  // warps along K, and along rows
+  int k_tiles, k_rest;        // k tiles per warp, likewise
+  int slots, slot_bytes;      // row tiles in the ring
+  // Bytes: the scales of a k tile; where scales, columns, sums, the bias, what
+  // the cluster sends and barriers begin.
+  int scale_bytes;
+  int scale_at, columns_at, sums_at, bias_at, received_at, barriers_at;
+  int warp_bytes, pitch;  // columns of a warp [column][pitch]
+  int rank_sums;          // from one CTA of the cluster
+  int device;
+  cudaStream_t stream;
+};
+
+// A row of sums has one of each part of K, and pads: rows of neighbouring
+// threads lie in different banks.
+constexpr int kSumPitch = (kDigitsWarps + 4) * 4;
+
+// Keeps a value in a register from here on, instead of made anew where it is
+// used: what was computed while the kernel ahead ran stays computed.
+__device__ __forceinline__ void pin(uint32_t& v) { asm volatile("" : "+r"(v)); }
+__device__ __forceinline__ void pin(int& v) { asm volatile("" : "+r"(v)); }
+template <typename P>
+__device__ __forceinline__ void pin(P*& v) {
+  asm volatile("" : "+l"(v));
+}
+
+// Columns of n k tiles: a multiple of 128 and 16, so that neighbours lie in
+// different banks.
+__host__ __device__ constexpr int column_pitch(int n) { return n * 128 + 16; }
+
+// Sixteen codes of a word as the operand of sixteen rows: 16 times the code in
+// rows 0..7, 64 times in rows 8..15. The multiplier's pipe shifts.
+__device__ __forceinline__ void decode_high(uint32_t w, uint32_t (&a)[4]) {
+  const uint32_t left = w * 16u;
+  a[0] = left & 0x30303030u;
+  a[1] = left & 0xC0C0C0C0u;
+  a[2] = w & 0x30303030u;
+  a[3] = w & 0xC0C0C0C0u;
+}
+
+// Four values of x, k, k + 1, k + 16 and k + 17, whose bytes are a word.
+__device__ __forceinline__ int four_position(int lane) {
+  return (lane >> 3) * 32 + ((lane >> 1) & 3) * 4 + (lane & 1) * 2;
+}
+
+struct Four {
+  uint32_t v[2];
+
+  template <typename T>
+  __device__ __forceinline__ void load(const T* at, bool valid) {
+    v[0] = v[1] = 0;
+    if (!valid) return;
+    v[0] = *reinterpret_cast<const uint32_t*>(at);
+    v[1] = *reinterpret_cast<const uint32_t*>(at + 16);
+  }
+
+  // As Eight::largest().
+  __device__ __forceinline__ uint32_t largest(uint32_t top) const {
+    top = __vmaxu2(top, v[0] & 0x7fff7fffu);
+    return __vmaxu2(top, v[1] & 0x7fff7fffu);
+  }
+
+  template <typename T>
+  __device__ __forceinline__ void values(float (&out)[4]) const {
+    const float2 p = unpack_two<T>(v[0]), q = unpack_two<T>(v[1]);
+    out[0] = p.x;
+    out[1] = q.x;
+    out[2] = p.y;
+    out[3] = q.y;
+  }
+};
+
+// Digits of four values as in digits_of(), by additions to 1.5 * 2^23 instead
+// of conversions: n = rint(x * 2^(29 - e)) = hi * 2^15 + lo, each of two
+// digits. `up`: 2^(14 - e).
+__device__ __forceinline__ void magic_digits_of(const float (&values)[4],
+                                                float up, uint32_t (&out)[4]) {
+  // 128 makes the lower of two digits round, and comes off again below.
+  constexpr float kMagic = 12582912.0f + 128.0f;
+  uint32_t of[4];  // of each value, the lowest in the lowest byte
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    const float hi = fmaf(values[c], up, kMagic);
+    const float rest = fmaf(values[c], up, kMagic - hi);
+    const float lo = fmaf(rest, 32768.0f, kMagic);
+    of[c] = __byte_perm(__float_as_uint(lo), __float_as_uint(hi), 0x5410);
+  }
+  const uint32_t low01 = __byte_perm(of[0], of[1], 0x5140);
+  const uint32_t low23 = __byte_perm(of[2], of[3], 0x5140);
+  const uint32_t high01 = __byte_perm(of[0], of[1], 0x7362);
+  const uint32_t high23 = __byte_perm(of[2], of[3], 0x7362);
+  out[3] = __byte_perm(low01, low23, 0x5410) ^ 0x80808080u;
+  out[2] = __byte_perm(low01, low23, 0x7632);
+  out[1] = __byte_perm(high01, high23, 0x5410) ^ 0x80808080u;
+  out[0] = __byte_perm(high01, high23, 0x7632);
+}
+
+// What the sums of a k tile have too much under decode_high(), for codes are t
+// + 1: 16 times the sums of the lane's two columns, in units of the second.
+__device__ __forceinline__ int excess_of(const uint32_t (&b)[2][4]) {
+  const uint32_t ones[4] = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
+  int d[4] = {}, e[4] = {};
+  mma_s8(d, ones, b[0][0], b[0][1]);
+  mma_s8(e, ones, b[0][2], b[0][3]);
+  mma_s8(d, ones, b[1][0], b[1][1]);
+  mma_s8(e, ones, b[1][2], b[1][3]);
+  return (d[0] + e[0]) * 4096 + (d[1] + e[1]) * 16;
+}
+
 // kHeld: k tiles of a warp, if their digits fit in registers, or 0. kRounds:
-// times 256 values, what a warp has of x at most.
-template <typename T, int kWarps, int kTokens, int kHeld, int kRounds>
-__global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
-    direct_digits_kernel(const __grid_constant__ DirectArgs a) {
+// times 256 values, what a warp has of x at most; an odd k tile of kHeld comes
+// on top. kAll: all warps are along K.
+template <typename T, int kTokens, int kHeld, int kRounds, bool kAll>
+__global__ void __launch_bounds__(kDigitsWarps * 32, 2)
+    direct_digits_kernel(const __grid_constant__ DigitsArgs a) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint8_t smem[];
-  const DirectWarp w(a, smem_address(smem));
-  const int lane = w.lane;
-  const uint32_t counter = w.shared + a.counter;
-  const int outputs = w.tiles * 16 * kTokens;
+  constexpr int kThreads = kDigitsWarps * 32;
+  const uint32_t shared = smem_address(smem);
+  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);  // uniform
+  const int lane = threadIdx.x & 31;
+  const int rank = blockIdx.x, group = blockIdx.y;
+  const int tile0 = group * a.tiles + min(group, a.tiles_rest);
+  const int tiles = a.tiles + (group < a.tiles_rest);
+  const int outputs = tiles * 16 * kTokens;
+  const int parts_log2 = kAll ? 4 : a.parts_log2;
+  const int step_log2 = kAll ? 0 : a.step_log2;
+  const int parts = 1 << parts_log2, step = 1 << step_log2;
+  const int part = warp & (parts - 1), first = warp >> parts_log2;
+  auto begin_of = [&](int place) {
+    return place * a.k_tiles + min(place, a.k_rest);
+  };
+  const int cta_kt0 = begin_of(rank << parts_log2);
+  const int cta_n = begin_of((rank + 1) << parts_log2) - cta_kt0;
+  const int kt0 = begin_of((rank << parts_log2) + part);
+  const int n = begin_of((rank << parts_log2) + part + 1) - kt0;
+  // Barriers: of the slots as first filled, of the scales, of what the cluster
+  // sends, and of each warp's part of the slots from then on.
+  const uint32_t full = shared + a.barriers_at;
+  const uint32_t scales_full = full + a.slots * 8, counter = scales_full + 8;
+  const uint32_t again = counter + 8 + warp * a.slots * 8;
+  const bool refills = tiles > a.slots;
+  const uint8_t* const row0 = reinterpret_cast<const uint8_t*>(a.weight) +
+                              (int64_t(tile0) * a.all_k_tiles + cta_kt0) * 512;
+  const int64_t row_bytes = int64_t(a.all_k_tiles) * 512;
 
   pdl_launch_dependents();
-  DirectRing<true> ring(a, w);
-  if (elect_lane()) {
-    ring.init();
-    if (a.split > 1 && w.warp == 0) {
-      sm90::mbar_init(counter, 1);
+  if (warp == 0 && elect_lane()) {
+    sm90::mbar_init(scales_full, kScaleWarps);
+    sm90::mbar_init(counter, 1);
+  #pragma unroll 1
+    for (int s = 0; s < a.slots; ++s) sm90::mbar_init(full + s * 8, 1);
+    if (a.split > 1) {
       // Outputs of this rank, from every rank.
-      const int own = (outputs + a.split - 1 - w.rank) >> a.split_log2;
+      const int own = (outputs + a.split - 1 - rank) >> a.split_log2;
       sm90::mbar_expect_tx(counter, (own << a.split_log2) * 4);
     }
     sm90::mbar_init_fence();
-    ring.fill_all();
   }
-  __syncwarp();
-  ring.fetch_scales();
-  float2* const rows = reinterpret_cast<float2*>(smem + a.rows);
-  fetch_rows<T, false>(a, w, rows);
+  if (refills && elect_lane()) {
+  #pragma unroll 1
+    for (int s = 0; s < a.slots; ++s) sm90::mbar_init(again + s * 8, 1);
+    sm90::mbar_init_fence();
+  }
+  __syncthreads();  // the barriers are ready
+  if (warp == 0 && elect_lane()) {
+    const uint8_t* row = row0;
+    uint32_t slot = shared, bar = full;
+  #pragma unroll 1
+    for (int t = min(a.slots, tiles); t > 0; --t) {
+      sm90::mbar_expect_tx(bar, cta_n * 512);
+      bulk_copy(slot, row, cta_n * 512, bar);
+      row += row_bytes;
+      slot += a.slot_bytes;
+      bar += 8;
+    }
+  }
+  if (warp > 0 && warp <= kScaleWarps && elect_lane()) {
+    const int mine = (cta_n - warp + kScaleWarps) / kScaleWarps;
+    sm90::mbar_expect_tx(scales_full, mine * tiles * 32);
+  #pragma unroll 1
+    for (int d = warp - 1; d < cta_n; d += kScaleWarps) {
+      const int block = min((cta_kt0 + d) >> a.block_shift, a.last_block);
+      bulk_copy(shared + a.scale_at + d * a.scale_bytes,
+                a.scale + uint32_t(block) * uint32_t(a.N_pad) + tile0 * 16,
+                tiles * 32, scales_full);
+    }
+  }
+  float* const biases = reinterpret_cast<float*>(smem + a.bias_at);
+  if (a.bias) {
+  #pragma unroll 1
+    for (int i = threadIdx.x; i < tiles * 16; i += kThreads) {
+      const int row = tile0 * 16 + i;
+      biases[i] =
+          row < a.N ? to_float(static_cast<const T*>(a.bias)[row]) : 0.0f;
+    }
+  }
+
+  // Where everything is, from x on.
+  constexpr bool kOdd = kHeld & 1;
+  const int k = kt0 * 128 + eight_position(lane);
+  int k_left = min(a.K, (kt0 + n) * 128) - k;
+  const T* from = static_cast<const T*>(a.x) + k;
+  // The odd k tile, relative to these.
+  int odd_k = kRounds * 256 + four_position(lane) - eight_position(lane);
+  const int pitch = kHeld ? column_pitch(kHeld) : a.pitch;
+  uint32_t columns = shared + a.columns_at + warp * a.warp_bytes + lane * 8;
+  uint32_t column = shared + a.columns_at + warp * a.warp_bytes +
+                    (lane & (kTokens * 4 - 1)) * pitch + (lane >> 3) * 16;
+  // A lane has two digits of a token, its neighbour the others, at rows lane /
+  // 4 and 8 further on.
+  const int token = kTokens > 1 ? (lane & 3) >> 1 : 0;
+  int reads = lane & (kTokens > 1 ? 1 : 3);  // the others' sums, or zero
+  uint32_t to = shared + a.sums_at + part * 4 +
+                ((first * 16 + (lane >> 2)) * kTokens + token) * kSumPitch;
+  // Where a warp has a k tile less, its last stands in for it: x is zero.
+  const int last = kHeld > 1 ? n - 1 : 0;
+  const uint32_t own = (kt0 - cta_kt0) * 512;  // bytes of a slot
+  uint32_t words = shared + first * a.slot_bytes + own + lane * 16;
+  uint32_t words_last = words + last * 512;
+  uint32_t scale = shared + a.scale_at + (kt0 - cta_kt0) * a.scale_bytes +
+                   first * 32 + (lane >> 2) * 2;
+  uint32_t scale_last = scale + last * a.scale_bytes;
+  uint32_t sums = shared + a.sums_at + threadIdx.x * kSumPitch;
+  const int row = tile0 * 16 + threadIdx.x / kTokens;
+  T* y = static_cast<T*>(a.y) + row;
+  if (kTokens > 1 && threadIdx.x & 1) y += a.ldy;
+  int y_left = a.N - row;
+  pin(k_left);
+  pin(from);
+  if (kOdd) pin(odd_k);
+  pin(columns);
+  pin(column);
+  pin(reads);
+  pin(to);
+  pin(words);
+  pin(words_last);
+  pin(scale);
+  pin(scale_last);
+  if (kHeld < 3) {  // else there are no registers for these
+    pin(sums);
+    pin(y);
+    pin(y_left);
+  }
+
   if (a.split > 1) sm90::cluster_arrive();
   pdl_wait();
   if (a.split > 1) sm90::cluster_wait();  // the others' counters are ready
 
   // x is loaded once: even a load that hits L1 would wait behind the weights of
   // the next kernel, which begins now.
-  Eight x[kTokens][kRounds];
+  Eight x[kTokens][kRounds ? kRounds : 1];
+  Four rest[kTokens];
   DigitUnit unit_of[kTokens];
   #pragma unroll
   for (int m = 0; m < kTokens; ++m) {
   #pragma unroll
     for (int j = 0; j < kRounds; ++j) {
-      const int k = w.kt0 * 128 + eight_position(lane) + j * 256;
-      x[m][j].load(static_cast<const T*>(a.x) + m * a.ldx, k,
-                   j * 2 + (lane >> 4) < w.n && k < a.K);
+      x[m][j].load(from + (m ? a.ldx : 0), j * 256, k_left > j * 256);
     }
+    if (kOdd) rest[m].load(from + (m ? a.ldx : 0) + odd_k, k_left > odd_k);
   }
   #pragma unroll
   for (int m = 0; m < kTokens; ++m) {
     uint32_t top = 0;
   #pragma unroll
     for (int j = 0; j < kRounds; ++j) top = x[m][j].largest(top);
+    if (kOdd) top = rest[m].largest(top);
     top = __reduce_max_sync(~0u, max(top & 0xffffu, top >> 16));
     unit_of[m] = digit_unit<T>(top);
   }
@@ -69,108 +305,240 @@ __global__ void __launch_bounds__(kWarps * 32, 32 / kWarps)
   #pragma unroll
     for (int j = 0; j < kRounds; ++j) {
       // With kHeld, a k tile too many is zero.
-      if (j * 2 + (lane >> 4) >= (kHeld ? kHeld : w.n)) continue;
+      if (!kHeld && j * 2 + (lane >> 4) >= n) continue;
       uint32_t out[4][2];
   #pragma unroll
       for (int t = 0; t < 2; ++t) {
         float values[4];
         x[m][j].template values<T>(t, values);
         uint32_t digits[4];
-        digits_of(values, unit_of[m].up, digits);
+        magic_digits_of(values, unit_of[m].up * 0.5f, digits);
   #pragma unroll
         for (int d = 0; d < 4; ++d) out[d][t] = digits[d];
       }
-      const uint32_t to =
-          w.base + a.columns + m * 4 * a.pitch + (lane + j * 32) * 8;
   #pragma unroll
-      for (int d = 0; d < 4; ++d) store_shared_8(to + d * a.pitch, out[d]);
-    }
-  }
-  cp_async_wait<0>();
-  __syncwarp();
-
-  const uint32_t column = w.base + a.columns +
-                          (lane & (kTokens * 4 - 1)) * a.pitch +
-                          (lane >> 3) * 16;
-  // A lane has two digits of a token, its neighbour the others, at rows lane /
-  // 4 and 8 further on.
-  const int token = kTokens > 1 ? (lane & 3) >> 1 : 0;
-  const bool writes = !(lane & (kTokens > 1 ? 1 : 3));
-  const float even = token ? unit_of[kTokens - 1].factor : unit_of[0].factor;
-  const float odd = even * 0.25f;
-  uint32_t to =
-      w.shared + a.sums +
-      (w.part * a.part_sums + (w.first * 16 + (lane >> 2)) * kTokens + token) *
-          4;
-  const int to_step = (64 * kTokens) << a.step_log2;
-  const int scale_lane = (lane >> 2) * 2;
-
-  auto unit = [&](const uint32_t (&b)[2][4], const int (&start)[4],
-                  uint32_t words, uint32_t scale, float (&acc)[2]) {
-    int d[4];
-    multiply_tile(d, words + lane * 16, b, start);
-  #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const uint32_t raw = load_shared_u16(scale + h * 16 + scale_lane);
-      acc[h] = fmaf(__half2float(__ushort_as_half(uint16_t(raw))),
-                    float(d[2 * h] * 256 + d[2 * h + 1]), acc[h]);
-    }
-  };
-  auto flush = [&](const float (&acc)[2]) {
-  #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float low = __shfl_down_sync(~0u, acc[h], 1) * (1.0f / 32768.0f);
-      const float v = fmaf(acc[h], 2.0f, low) * (h ? odd : even);
-      if (writes) store_shared_4(to + h * 32 * kTokens, __float_as_uint(v));
-    }
-    to += to_step;
-  };
-  multiply_rows<kHeld, float, 2>(a, w, ring, column, unit, flush);
-  __syncthreads();
-
-  auto store = [&](int i, float v) {
-    const int row = kTokens > 1 ? i >> 1 : i;
-    const int n = w.tile0 * 16 + row;
-    if (n >= a.N) return;
-    if (a.bias) v += rows[row].y;
-    static_cast<T*>(a.y)[(kTokens > 1 ? (i & 1) * a.ldy : 0) + n] =
-        from_float<T>(v);
-  };
-  // Eight threads an output, each with every eighth part.
-  const int each = threadIdx.x & 7;
-  #pragma unroll 1
-  for (int i0 = 0; i0 < outputs; i0 += kWarps * 4) {
-    const int i = i0 + (threadIdx.x >> 3);
-    float v = 0.0f;
-    if (i < outputs) {
-      const uint32_t at = w.shared + a.sums + (each * a.part_sums + i) * 4;
-      if (each < 1 << a.parts_log2) v = __uint_as_float(load_shared_u32(at));
-      if (kWarps > 8 && a.parts_log2 == 4) {
-        v += __uint_as_float(load_shared_u32(at + 32 * a.part_sums));
+      for (int d = 0; d < 4; ++d) {
+        store_shared_8(columns + (m * 4 + d) * pitch + j * 256, out[d]);
       }
     }
+    if constexpr (kOdd) {
+      float values[4];
+      uint32_t digits[4];
+      rest[m].template values<T>(values);
+      magic_digits_of(values, unit_of[m].up * 0.5f, digits);
   #pragma unroll
-    for (int d = 1; d < 8; d *= 2) v += __shfl_xor_sync(~0u, v, d);
-    if (each || i >= outputs) continue;
-    if (a.split == 1) {
-      store(i, v);
-    } else {  // output i belongs to CTA i % split
+      for (int d = 0; d < 4; ++d) {
+        store_shared_4(columns - lane * 4 + (m * 4 + d) * pitch + kRounds * 256,
+                       digits[d]);
+      }
+    }
+  }
+  __syncwarp();
+
+  const float even = (token ? unit_of[kTokens - 1].factor : unit_of[0].factor) *
+                     (lane & 1 ? 1.0f / 16384.0f / 16.0f : 2.0f / 16.0f);
+  const float odd = even * 0.25f;
+
+  // Adds a product of 16 x 128, whose words are w, under its scales.
+  auto unit = [&](const uint32_t (&b)[2][4], int excess, const uint4& w,
+                  const uint32_t (&raw)[2], float (&acc)[2]) {
+    int d[4] = {};
+    uint32_t codes[4];
+    decode_high(w.x, codes);
+    mma_s8(d, codes, b[0][0], b[0][1]);
+    decode_high(w.y, codes);
+    mma_s8(d, codes, b[0][2], b[0][3]);
+    decode_high(w.z, codes);
+    mma_s8(d, codes, b[1][0], b[1][1]);
+    decode_high(w.w, codes);
+    mma_s8(d, codes, b[1][2], b[1][3]);
+  #pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      acc[h] =
+          fmaf(__half2float(__ushort_as_half(uint16_t(raw[h]))),
+               float(d[2 * h] * 256 + d[2 * h + 1] - (h ? 4 * excess : excess)),
+               acc[h]);
+    }
+  };
+
+  uint32_t held[kHeld ? kHeld : 1][2][4];
+  int excess[kHeld ? kHeld : 1];
+  #pragma unroll
+  for (int h = 0; h < kHeld; ++h) load_columns(column, h, held[h]);
+  #pragma unroll
+  for (int h = 0; h < kHeld; ++h) excess[h] = excess_of(held[h]);
+  // Else in shared memory, [k tile][lane % 4], behind the columns.
+  const uint32_t excesses = column +
+                            (kTokens * 4 - (lane & (kTokens * 4 - 1))) * pitch -
+                            (lane >> 3) * 16 + (lane & 3) * 4;
+  if constexpr (kHeld == 0) {
+  #pragma unroll 2
+    for (int d = 0; d < n; ++d) {
+      uint32_t b[2][4];
+      load_columns(column, d, b);
+      const uint32_t v = excess_of(b);
+      if (lane < 4) store_shared_4(excesses + d * 16, v);
+    }
+    __syncwarp();
+  }
+
+  auto words_of = [&](int d) {  // of one of kHeld k tiles
+    return load_shared_16(d < kHeld - 1 ? words + d * 512 : words_last);
+  };
+  auto move = [&](int bytes) {
+    words += bytes;
+    words_last += bytes;
+  };
+  // A row tile. Where registers are left for them, the next one's words are on
+  // their way meanwhile; ahead() moves to them.
+  constexpr bool kAhead = kHeld == 1 || kHeld == 2;
+  uint4 next[kAhead ? kHeld : 1];
+  auto row_tile = [&](bool fetched, auto ahead) {
+    float acc[2] = {};
+    if constexpr (kHeld > 0) {
+      uint32_t raw[kHeld][2];
+      uint4 w[kHeld];
+      auto scales_of = [&](int d) {
+        const uint32_t at =
+            d < kHeld - 1 ? scale + d * a.scale_bytes : scale_last;
+        raw[d][0] = load_shared_u16(at);
+        raw[d][1] = load_shared_u16(at + 16);
+      };
+      if constexpr (kAhead) {
+  #pragma unroll
+        for (int d = 0; d < kHeld; ++d) {
+          scales_of(d);
+          w[d] = fetched ? next[d] : words_of(d);
+        }
+        ahead();
+      }
+  #pragma unroll
+      for (int d = 0; d < kHeld; ++d) {
+        if constexpr (!kAhead) {
+          w[d] = words_of(d);
+          scales_of(d);
+        }
+        unit(held[d], excess[d], w[d], raw[d], acc);
+      }
+      if constexpr (!kAhead) ahead();
+    } else {
+  #pragma unroll 1
+      for (int d = 0; d < n; ++d) {
+        uint32_t b[2][4];
+        load_columns(column, d, b);
+        const uint32_t at = scale + d * a.scale_bytes;
+        const uint32_t raw[2] = {load_shared_u16(at), load_shared_u16(at + 16)};
+        unit(b, load_shared_u32(excesses + d * 16),
+             load_shared_16(words + d * 512), raw, acc);
+      }
+      ahead();
+    }
+  #pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float v = acc[h] * (h ? odd : even);
+      v += __shfl_down_sync(~0u, v, 1);
+      if (!reads) {
+        store_shared_4(to + h * 8 * kTokens * kSumPitch, __float_as_uint(v));
+      }
+    }
+    to += (16 * kTokens * kSumPitch) << step_log2;
+    scale += 32 << step_log2;
+    scale_last += 32 << step_log2;
+  };
+  ring_wait<0>(scales_full, 0);
+  if (!refills) {
+    uint32_t bar = full + first * 8;
+  #pragma unroll 1
+    for (int left = tiles - first; left > 0; left -= step) {
+      ring_wait<0>(bar, 0);
+      bar += 8 << step_log2;
+    }
+    if constexpr (kAhead) {
+  #pragma unroll
+      for (int d = 0; d < kHeld; ++d) next[d] = words_of(d);
+    }
+  #pragma unroll 1
+    for (int left = tiles - first; left > 0; left -= step) {
+      row_tile(true, [&] {
+        // The last row tile's words are fetched twice.
+        move(left > step ? a.slot_bytes << step_log2 : 0);
+        if constexpr (kAhead) {
+  #pragma unroll
+          for (int d = 0; d < kHeld; ++d) next[d] = words_of(d);
+        }
+      });
+    }
+  } else {
+    int slot = first, round = 0;
+  #pragma unroll 1
+    for (int t = first; t < tiles; t += step) {
+      ring_wait<0>((round ? again : full) + slot * 8,
+                   round ? (round - 1) & 1 : 0);
+      row_tile(false, [] {});
+      if (t + a.slots < tiles) {
+        __syncwarp();  // the words have been read
+        if (elect_lane()) {
+          sm90::mbar_expect_tx(again + slot * 8, n * 512);
+          bulk_copy(words - lane * 16, row0 + (t + a.slots) * row_bytes + own,
+                    n * 512, again + slot * 8);
+        }
+      }
+      slot += step;
+      int by = step;
+      if (slot >= a.slots) {
+        slot -= a.slots;
+        by -= a.slots;
+        ++round;
+      }
+      move(by * a.slot_bytes);
+    }
+  }
+  __syncthreads();
+
+  auto store = [&](T* to, int i, float v) {
+    if (a.bias) v += biases[i / kTokens];
+    *to = from_float<T>(v);
+  };
+  #pragma unroll 1
+  for (int i = threadIdx.x; i < outputs; i += kThreads) {
+    float v = 0.0f;
+  #pragma unroll
+    for (int p = 0; p < kDigitsWarps; p += 4) {
+      if (p >= parts) break;
+      const uint4 w = load_shared_16(sums + p * 4);
+      v += __uint_as_float(w.x);
+      if (parts > 1) v += __uint_as_float(w.y);
+      if (parts > 2) v += __uint_as_float(w.z) + __uint_as_float(w.w);
+    }
+    if (a.split > 1) {  // output i belongs to CTA i % split
       const int owner = i & (a.split - 1);
-      const uint32_t to_owner =
-          w.shared + a.received +
-          (w.rank * a.rank_sums + (i >> a.split_log2)) * 4;
+      const uint32_t to_owner = shared + a.received_at +
+                                (rank * a.rank_sums + (i >> a.split_log2)) * 4;
       sm90::st_async(sm90::map_to_rank(to_owner, owner),
                      sm90::map_to_rank(counter, owner), v);
+    } else if (y_left > 0) {
+      store(y, i, v);
     }
+    sums += kThreads * kSumPitch;
+    y += kThreads / kTokens;
+    y_left -= kThreads / kTokens;
   }
   if (a.split > 1) {
     sm90::mbar_wait_cluster(counter, 0);
-    const float* received = reinterpret_cast<const float*>(smem + a.received);
-    for (int i = threadIdx.x; (i << a.split_log2) + w.rank < outputs;
-         i += kWarps * 32) {
+    const float* received =
+        reinterpret_cast<const float*>(smem + a.received_at);
+  #pragma unroll 1
+    for (int j = threadIdx.x; (j << a.split_log2) + rank < outputs;
+         j += kThreads) {
+      const int i = (j << a.split_log2) + rank;
+      const int at = tile0 * 16 + i / kTokens;
       float v = 0.0f;
-      for (int r = 0; r < a.split; ++r) v += received[r * a.rank_sums + i];
-      store((i << a.split_log2) + w.rank, v);
+  #pragma unroll 1
+      for (int r = 0; r < a.split; ++r) v += received[r * a.rank_sums + j];
+      if (at < a.N) {
+        store(static_cast<T*>(a.y) + (kTokens > 1 ? (i & 1) * a.ldy : 0) + at,
+              i, v);
+      }
     }
   }
 #endif

@@ -4,8 +4,7 @@
 
 namespace vllm::ternary {
 
-bool mma_s8_direct_digits_half(const DirectArgs& args,
-                               const MmaConfig& config) {
+bool mma_s8_direct_digits_half(const GemmArgs& args, const MmaConfig& config) {
   return launch_direct_digits<half>(args, config);
 }
 

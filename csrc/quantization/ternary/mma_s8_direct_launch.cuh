@@ -5,19 +5,13 @@
 // CTAs and warps, and which instantiation takes it.
 #pragma once
 
-#include "mma_s8_direct_digits.cuh"
+#include "mma_s8_direct_digits_launch.cuh"
 #include "mma_s8_direct_int8.cuh"
 
 namespace vllm::ternary {
 
 constexpr int kDirectWarps = 16;
 constexpr int kDirectKTiles = 10;  // of a warp, at most
-
-inline int floor_log2(int v) {
-  int log2 = 0;
-  while ((2 << log2) <= v) ++log2;
-  return log2;
-}
 
 // Fills in the cut; `columns` of bytes, `tokens` of sums. Variant kDirect lets
 // two CTAs share a multiprocessor, so that the next kernel's may begin, the two
@@ -85,32 +79,6 @@ bool launch_direct(const DirectArgs& a, const DeviceInfo& device, int groups,
 }
 
 // False where this kernel does not take the product.
-template <typename T, int kTokens>
-bool launch_direct_digits(DirectArgs a, const MmaConfig& c) {
-  const DeviceInfo& device = device_info(a.device);
-  int groups = 0;
-  const int bytes =
-      cut_direct(a, c, device, kTokens * 4, kTokens, true, groups);
-  if (bytes == 0) return false;
-  const int k_most = a.slot_bytes / 512;
-#define LAUNCH(held, rounds)                                         \
-  return launch_direct<                                              \
-      direct_digits_kernel<T, kDirectWarps, kTokens, held, rounds>>( \
-      a, device, groups, bytes, c.pdl)
-  if (k_most == 1) LAUNCH(1, 1);
-  if (k_most == 2) LAUNCH(2, 1);
-  if (k_most <= 6) LAUNCH(0, 3);
-  if (k_most <= kDirectKTiles) LAUNCH(0, 5);
-#undef LAUNCH
-  return false;
-}
-
-template <typename T>
-bool launch_direct_digits(const DirectArgs& a, const MmaConfig& c) {
-  return a.M == 1 ? launch_direct_digits<T, 1>(a, c)
-                  : a.M == 2 && launch_direct_digits<T, 2>(a, c);
-}
-
 template <typename T, bool kRow, int kTokens>
 bool launch_direct_int8(DirectArgs a, MmaConfig c) {
   const DeviceInfo& device = device_info(a.device);

@@ -8,48 +8,25 @@
 
 using namespace vllm::ternary;
 
-namespace {
-
-// Regions of shared memory, which must follow each other without overlap.
-class Layout {
- public:
-  void add(const char* what, int64_t begin, int64_t bytes, int64_t align) {
-    REQUIRE(begin >= end_ && begin % align == 0, what, begin, "behind", end_);
-    end_ = begin + bytes;
-  }
-  void finish(int64_t bytes) const {
-    REQUIRE(end_ <= bytes, "regions end at", end_, "of", bytes);
-  }
-
- private:
-  int64_t end_ = 0;
-};
-
-}  // namespace
-
 void check_direct(const Launch& l, const Sizes& s) {
   const DirectArgs* found = l.find<DirectArgs>();
   REQUIRE(found != nullptr, "other parameters than expected");
   const DirectArgs& a = *found;
   const std::string name = kernel_name(l);
-  const bool digits = name.find("direct_digits") != std::string::npos;
-  std::vector<int> c =
-      shape_of(name, digits ? "direct_digits_kernel" : "direct_int8_kernel");
-  const bool row = !digits && c[0];
-  if (!digits) c.erase(c.begin());
-  REQUIRE(c.size() == 4, name);
-  const int warps = c[0], tokens = c[1], held = c[2], rounds = c[3];
+  const std::vector<int> c = shape_of(name, "direct_int8_kernel");
+  REQUIRE(c.size() == 5, name);
+  const bool row = c[0];
+  const int warps = c[1], tokens = c[2], held = c[3], rounds = c[4];
 
   // What they take at all.
   REQUIRE(device_now().capability >= 90, "before sm_90");
   REQUIRE(s.K % 32 == 0 && s.parts == 1, s.K, s.parts);
-  REQUIRE(digits ? s.M == tokens : s.M <= tokens, s.M, tokens);
-  REQUIRE(digits || row == (s.num_blocks == 1), "scales", s.num_blocks);
+  REQUIRE(s.M <= tokens, s.M, tokens);
+  REQUIRE(row == (s.num_blocks == 1), "scales", s.num_blocks);
   REQUIRE(row || s.scale_bytes == 2, s.scale_bytes);
   REQUIRE(reinterpret_cast<const char*>(a.weight) == s.weight, "weight");
   REQUIRE(a.scale == s.scale && a.y == s.y, "scale or y");
-  REQUIRE(!digits || a.x == s.x, "x");
-  REQUIRE(digits || a.x != s.x, "x");  // tokens, not their bytes
+  REQUIRE(a.x != s.x, "x");  // tokens, not their bytes
   REQUIRE(a.ldx == s.ldx && a.ldy == s.N, a.ldx, a.ldy);
   REQUIRE(a.M == s.M && a.N == s.N && a.K == s.K && a.N_pad == s.N_pad, a.M,
           a.N, a.K, a.N_pad);
@@ -59,7 +36,7 @@ void check_direct(const Launch& l, const Sizes& s) {
   REQUIRE(int(l.block.x) == warps * 32, l.block.x);
   REQUIRE(l.block.y == 1 && l.block.z == 1 && l.grid.z == 1, l.grid.z);
   REQUIRE(int(l.grid.x) == a.split && int(l.cluster) == a.split, a.split);
-  REQUIRE(a.split == 1 << a.split_log2 && a.split <= (digits ? 8 : 1), a.split);
+  REQUIRE(a.split == 1 && a.split_log2 == 0, a.split);
   const int parts = 1 << a.parts_log2, step = 1 << a.step_log2;
   REQUIRE(parts * step == warps && parts <= 16, parts, step);
 
@@ -110,7 +87,7 @@ void check_direct(const Launch& l, const Sizes& s) {
   Layout warp;
   warp.add("ring", 0, int64_t(a.slots) * a.slot_bytes, 128);
   if (!row) warp.add("scales", a.scales, k_most * a.rows_most * 32, 16);
-  warp.add("columns", a.columns, tokens * (digits ? 4 : 1) * a.pitch, 16);
+  warp.add("columns", a.columns, tokens * a.pitch, 16);
   warp.add("starts", a.starts, k_most * 64, 16);
   warp.add("barriers", a.barriers, a.slots * 8, 8);
   warp.finish(a.warp_bytes);
@@ -120,12 +97,8 @@ void check_direct(const Launch& l, const Sizes& s) {
   all.add("warps", 0, int64_t(warps) * a.warp_bytes, 128);
   all.add("rows", a.rows, most * 16 * 8, 8);
   all.add("sums", a.sums, int64_t(parts) * a.part_sums * 4, 8);
-  if (!digits) all.add("tokens", a.tokens, (warps + 1) * tokens * 4, 4);
+  all.add("tokens", a.tokens, (warps + 1) * tokens * 4, 4);
   all.add("counter", a.counter, 8, 8);
-  if (a.split > 1) {
-    REQUIRE(a.rank_sums * a.split >= outputs, a.rank_sums, outputs);
-    all.add("received", a.received, int64_t(a.split) * a.rank_sums * 4, 4);
-  }
   all.finish(int64_t(l.shared));
   // As many CTAs as asked for, with a kilobyte of the system's each.
   REQUIRE(s.share * (int(l.shared) + 1024) <= device_now().shared + 1024,

@@ -219,7 +219,8 @@ void check_all(const Sizes& s) {
                                                : check_wgmma_s8(l, s);
     }
     if (name.find("mma_gemm_kernel") != std::string::npos) check_mma(l, s);
-    if (name.find("::direct_") != std::string::npos) check_direct(l, s);
+    if (name.find("::direct_digits") != std::string::npos) check_digits(l, s);
+    if (name.find("::direct_int8") != std::string::npos) check_direct(l, s);
     rows.add(0, s.N_pad);
   }
   rows.finish(s.N_pad);

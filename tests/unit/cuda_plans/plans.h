@@ -75,6 +75,21 @@ struct Cover {
   }
 };
 
+// Regions of shared memory, which must follow each other without overlap.
+class Layout {
+ public:
+  void add(const char* what, int64_t begin, int64_t bytes, int64_t align) {
+    REQUIRE(begin >= end_ && begin % align == 0, what, begin, "behind", end_);
+    end_ = begin + bytes;
+  }
+  void finish(int64_t bytes) const {
+    REQUIRE(end_ <= bytes, "regions end at", end_, "of", bytes);
+  }
+
+ private:
+  int64_t end_ = 0;
+};
+
 // Throw Wrong. `rows` gets what the launch computes: [begin, end).
 struct RowRange {
   int64_t begin, end;
@@ -93,4 +108,5 @@ void check_few(const Launch& launch, const Sizes& s);
 void check_wgmma_s8(const Launch& launch, const Sizes& s);
 void check_mma(const Launch& launch, const Sizes& s);
 void check_direct(const Launch& launch, const Sizes& s);
+void check_digits(const Launch& launch, const Sizes& s);
 void check_quantize(const Launch& launch, const Sizes& s);
