@@ -60,7 +60,7 @@ const DispatchEntry* nearest_entry(const DispatchEntry (&table)[kEntries],
 MmaConfig config_of(const DispatchEntry* entry, int64_t x_bytes,
                     const DeviceInfo& device) {
   if (entry && entry->kernel != 1 && device.capability >= 90) {
-    const int groups = device.processors * entry->waves / entry->split;
+    const int groups = device.processors * entry->sixths / 6 / entry->split;
     return {entry->variant, std::max(1, groups), entry->split};
   }
   MmaConfig config{0, device.processors, 1};

@@ -40,6 +40,8 @@ TOKENS = {
 }
 SPLITS = (1, 2, 4, 8)
 WAVES = (1, 2)
+# Layers of few rows are faster on fewer multiprocessors: all read all of x.
+DIRECT_WAVES = (1, 2, 1 / 2, 1 / 3)
 # As dispatch_table.h numbers them.
 KERNELS = {
     "w2a16": {"mma": 0, "sm90": 1, "s8": 2},
@@ -85,10 +87,16 @@ def candidates(op: str, size_m: int) -> Iterator[dict[str, Any]]:
             for split in SPLITS if few else SPLITS[::2]:
                 if op == "w2a8" and variant in direct and split > 1:
                     continue  # its tokens' largest values are those of all of K
-                for waves in WAVES if few else WAVES[:1]:
+                several = DIRECT_WAVES if variant in direct else WAVES
+                for waves in several if few else WAVES[:1]:
                     cut = {"split": split, "waves": waves, "variant": variant}
                     yield {"kernel": kernel, **cut}
     yield {"kernel": "sm90"}
+
+
+def sixths(way: dict[str, Any]) -> int:
+    """CTAs for every six multiprocessors."""
+    return round(way.get("waves", 1) * 6)
 
 
 def caller(op: str, way: dict[str, Any], sizes: tuple[int, int, int], processors: int):
@@ -97,7 +105,7 @@ def caller(op: str, way: dict[str, Any], sizes: tuple[int, int, int], processors
 
     ops = torch.ops._C
     kernel, split, variant = way["kernel"], way.get("split", 1), way.get("variant", 0)
-    groups = max(1, processors * way.get("waves", 1) // split)
+    groups = max(1, processors * sixths(way) // 6 // split)
     if op == "w2a8":
         tail = (*sizes, TUNED_W2A8[kernel] + 16 * variant, groups, split)
         return lambda x, weight, scale: ops.ternary_gemm_w2a8_tuned(
@@ -188,12 +196,12 @@ def header(data: dict[str, Any]) -> str:
         "namespace vllm::ternary {",
         "",
         "// The fastest way measured for a product of up to M tokens (more than the",
-        "// entry before has), with `split`, `waves` CTAs per multiprocessor and the",
+        "// entry before has), with `split`, CTAs for each six multiprocessors and the",
         "// shape `variant` of a CTA. Behind one of a kernel with short chains (from 8",
         "// on): the fastest of the others, for products that it does not take.",
         "struct DispatchEntry {",
         "  int M, N, K;",
-        "  unsigned char kernel, split, waves, variant;",
+        "  unsigned char kernel, split, sixths, variant;",
         "};",
         "",
         "// clang-format off",
@@ -223,8 +231,8 @@ def table(name: str, op: str, data: dict[str, Any]) -> list[str]:
             ways.append(best(others))
         for way in ways:
             kernel = KERNELS[op][way["kernel"]]
-            split, waves = way.get("split", 1), way.get("waves", 1)
-            cut = f"{kernel}, {split}, {waves}, {way.get('variant', 0)}"
+            split, variant = way.get("split", 1), way.get("variant", 0)
+            cut = f"{kernel}, {split}, {sixths(way)}, {variant}"
             lines.append(
                 f"    {{{entry['M']}, {entry['N']}, {entry['K']}, {cut}}},"
                 f"  // {way['microseconds']:.1f} us"
