@@ -90,6 +90,12 @@ const char* emu_mma_s8_digits(const GemmArgs* a, const int* cut) {
 const char* emu_mma_s8(const W2A8Args* a, const int* cut, const QuantArgs* q) {
   return guarded([&] { mma_s8_gemm(*a, {cut[0], cut[1], cut[2]}, q); });
 }
+// Only what the kernels with short chains take; no `q`: tokens are bytes.
+const char* emu_mma_s8_direct(const W2A8Args* a, const int* cut,
+                              const QuantArgs* q) {
+  return guarded(
+      [&] { found(mma_s8_direct(*a, MmaConfig{cut[0], cut[1], cut[2]}, q)); });
+}
 const char* emu_moe(const MoeGemmArgs* a, int most) {
   return guarded([&] { moe_gemm(*a, most); });
 }

@@ -99,56 +99,112 @@ def test_16_bits_that_are_no_number(emulators, bad, dtype):
 
 
 def int8(emulators, cut, x, w, bias=None, seed=0):
+    """By the kernel for 8-bit activations, or, of a variant below, by the other one."""
     emulator = emulators[900]
     tiles = w.num_blocks > 1
     q = harness.quantize_arguments(emulator, x, None, 1, w.k_pad, H200, tiles)
     a = harness.w2a8_arguments(emulator, w, bias, [w.size_n], x.shape[0], x.dtype, H200)
     emulator.withhold(q.x, a.y)
-    emulator.call("mma_s8", a, cut, q, seed=seed)
+    name = "mma_s8_direct" if cut[0] >= TWO else "mma_s8"
+    emulator.call(name, a, cut, q, seed=seed)
     y = emulator.get(a.y)
     emulator.free()
     return y
 
 
-# One token, or up to eight, of which a warp has no more than two k tiles.
-INT8 = [(i, 1) for i in range(len(CUTS))]
-INT8 += [(i, m) for i in range(7) for m in (2, 5, 8)]
+# Variant, K of each CTA of a cluster, N, and up to how many tokens, by k tiles of a
+# warp. From 11 on half as many warps share K.
+CUTS_8 = [
+    (TWO, 512, 750, 16),  # 1, four warps
+    (TWO, 1024, 330, 16),  # 1, two warps
+    (ONE, 2016, 140, 16),  # 1
+    (11, 992, 200, 16),  # 2, four warps
+    (TWO, 1440, 130, 16),  # 1 or 2, two warps
+    (13, 2048, 70, 16),  # 2, two warps
+    (ONE, 3104, 90, 8),  # 1 or 2
+    (TWO, 4096, 150, 8),  # 2
+]
+INT8 = [(i, m) for i, c in enumerate(CUTS_8) for m in (1, 3, 8, 9, 16) if m <= c[3]]
+SCALES = [[(ROW, FLOAT), (ROW, BFLOAT16), (ROW, HALF)], [(128, HALF), (256, HALF)]]
+
+
+def size_of(k: int, split: int) -> int:
+    """K of `split` CTAs, the last of which has `k`, the others whole k tiles."""
+    return (k + 127) // 128 * 128 * (split - 1) + k
+
+
+def some_scales(i: int, m: int, turn: int):
+    """Kinds of scales; more than eight tokens of two k tiles leave none but a row's."""
+    kinds = SCALES[:1] if m > 8 and i > 2 else SCALES
+    for kind, scales in (
+        some(kinds, turn, int(m > 1)) if len(kinds) > 1 else [(0, kinds[0])]
+    ):
+        for j, (block, scale_dtype) in some(scales, turn // 2):
+            yield 100 * i + 20 * kind + m + j, block, scale_dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("i, m", INT8)
 def test_8_bits(emulators, i, m, dtype):
     """With one scale a row there are no float sums: the bits of the other kernel."""
-    variant, k, n = CUTS[i]
+    variant, k, n, _ = CUTS_8[i]
     turn = i + m + (dtype == HALF)
-    kinds = [[(ROW, FLOAT), (ROW, BFLOAT16), (ROW, HALF)], [(128, HALF), (256, HALF)]]
-    for kind, scales in some(kinds, turn, int(m == 1)):
-        for j, (block, scale_dtype) in some(scales, turn // 2):
-            seed = 100 * i + 20 * kind + 10 * m + j
-            x, w, bias = case(seed, m, n, k, block, dtype, scale_dtype)
-            cut = [variant, 3 if turn % 4 == 3 else 1, 1 + seed % 2]
-            y = int8(emulators, cut, x, w, bias, seed)
-            expected = harness.expected_int8(x, w.dense(), bias)
+    for seed, block, scale_dtype in some_scales(i, m, turn):
+        split = 1 + (turn + seed) % 2
+        x, w, bias = case(seed, m, n, size_of(k, split), block, dtype, scale_dtype)
+        cut = [variant, 1 + seed % 3, split]
+        y = int8(emulators, cut, x, w, bias, seed)
+        expected = harness.expected_int8(x, w.dense(), bias)
+        assert harness.error(y, expected) < TOLERANCE[dtype]
+        if w.num_blocks == 1:
+            assert torch.equal(y, int8(emulators, [0, 2, 1], x, w, bias, seed))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("i", range(len(CUTS_8)))
+def test_8_bits_quantized_before(emulators, i, dtype):
+    variant, k, n, most = CUTS_8[i]
+    for m in (1 + i, most):
+        turn = i + m + (dtype == HALF)
+        for seed, block, scale_dtype in some_scales(i, m, turn):
+            split = (1, 2, 4, 8)[(turn + seed) % 4]
+            rng = np.random.default_rng(seed)
+            size_k = size_of(k, split)
+            w = harness.make_weight(rng, n, size_k, block, scale_dtype)
+            bias = torch.from_numpy(rng.standard_normal(n)).to(dtype)
+            q = harness.make_quantized(rng, 1, m, size_k, w.k_pad)
+            y, other = (
+                harness.w2a8(
+                    emulators[900], name, cut, q, w, dtype, bias=bias, seed=turn,
+                    extra=[None],
+                )
+                for name, cut in (
+                    ("mma_s8_direct", [variant, 1 + seed % 3, split]),
+                    ("mma_s8", [0, 2, 1]),
+                )
+            )  # fmt: skip
+            expected = harness.expected_w2a8(q, w, bias)
             assert harness.error(y, expected) < TOLERANCE[dtype]
             if w.num_blocks == 1:
-                assert torch.equal(y, int8(emulators, [0, 2, 1], x, w, bias, seed))
+                assert torch.equal(y, other)
 
 
 @pytest.mark.parametrize("block", [ROW, 128])
-@pytest.mark.parametrize("m", [1, 3, 8])
-def test_8_bits_of_little_or_no_numbers(emulators, m, block):
-    for dtype, bad in zip(DTYPES * 2, ("nan", "inf", "-inf", "nan")):
-        x, w, bias = case(m, m, 90, 2144, block, dtype)
-        good = int8(emulators, [TWO, 1, 1], x, w, bias)
+@pytest.mark.parametrize("m, k", [(1, 2144), (3, 2144), (8, 2144), (14, 2016)])
+def test_8_bits_of_little_or_no_numbers(emulators, m, k, block):
+    for i, bad in enumerate(("nan", "inf", "-inf", "nan")):
+        dtype, cut = DTYPES[i % 2], [TWO, 1, 1 + (i + m) % 2]
+        x, w, bias = case(m + i, m, 90, k, block, dtype)
+        good = int8(emulators, cut, x, w, bias)
         last = x[-1].clone()
-        x[-1, (0, 2143)[m % 2]] = float(bad)
-        y = int8(emulators, [TWO, 1, 1], x, w, bias)
+        x[-1, (0, k - 1)[m % 2]] = float(bad)
+        y = int8(emulators, cut, x, w, bias)
         assert torch.isnan(y[-1]).all()
         assert torch.equal(y[:-1], good[:-1])
         # Below 1e-5 all are in units of the same size.
         x[-1] = last * 1e-6
         w.scale *= 1000
-        y = int8(emulators, [TWO, 1, 1], x, w)
+        y = int8(emulators, cut, x, w)
         expected = harness.expected_int8(x, w.dense())
         assert harness.error(y, expected) < 2 * TOLERANCE[dtype]
 
@@ -166,11 +222,22 @@ def test_what_they_leave_to_the_others(emulators, variant, dtype):
         emulators[800], "mma_s8_digits", (variant, 2, 1), x, w, bias=bias, device=A100
     )
     assert harness.error(y, harness.expected_gemm(x, w, bias)) < TOLERANCE[dtype]
-    for m, n, k in ((4, 90, 1111), (9, 150, 640), (8, 64, 6144)):
+    # 8 bits: also few k tiles, 17 tokens, and more of K than they keep.
+    sizes = [(4, 90, 1111), (3, 150, 352), (17, 150, 640), (9, 64, 6144)]
+    for m, n, k in sizes:
         x, w, bias = case(m, m, n, k, (128, ROW)[m % 2], dtype)
-        y = int8(emulators, [variant, 2, 2], x, w, bias)
+        with pytest.raises(RuntimeError, match="no such kernel"):
+            int8(emulators, [variant, 2, 1], x, w, bias)
+    for m, n, k in sizes[:2] + sizes[3:]:
+        x, w, bias = case(m, m, n, k, (128, ROW)[m % 2], dtype)
+        emulator = emulators[900]
+        tiles = w.num_blocks > 1
+        q = harness.quantize_arguments(emulator, x, None, 1, w.k_pad, H200, tiles)
+        a = harness.w2a8_arguments(emulator, w, bias, [n], m, dtype, H200)
+        emulator.call("mma_s8", a, [variant, 2, 1], q)
         expected = harness.expected_int8(x, w.dense(), bias)
-        assert harness.error(y, expected) < TOLERANCE[dtype]
+        assert harness.error(emulator.get(a.y), expected) < TOLERANCE[dtype]
+        emulator.free()
     # Tokens that come as bytes, of two parts.
     rng = np.random.default_rng(variant)
     w = harness.make_weight(rng, 90, 1024, ROW)

@@ -11,12 +11,13 @@ from lib.bench.ops import load_ops, random_weight
 
 DTYPES = [torch.float16, torch.bfloat16]
 NAIVE, OUTSIDE, INSIDE = 0, 1, 3  # of ternary_gemm_w2a8_tuned
-# The kernels for up to eight tokens (kDirect of mma_s8.h), quantizing: two, three and
-# one CTA of a multiprocessor. What they do not take, INSIDE does.
-DIRECT = [INSIDE + 16 * variant for variant in (8, 9, 10)]
-# k tiles of a warp: 1; 1 or 2; 2; for one token also 3 to 6 and 7 to 10; more than they
-# take. Fewer than 16 k tiles leave several warps for one part of K.
-DIRECT_K = [32, 160, 640, 1056, 2048, 3104, 4096, 4128, 10_016, 14_336, 20_480, 24_576]
+# The kernel with short chains (kDirect of mma_s8.h), quantizing: two CTAs or one of a
+# multiprocessor, half as many warps along K; and on tokens quantized before. What it
+# does not take, INSIDE and OUTSIDE do.
+DIRECT = [INSIDE + 16 * variant for variant in (8, 10, 11)] + [OUTSIDE + 16 * 8]
+# k tiles of a warp: 1; 1 or 2; 2; more than it takes. Fewer than 16 k tiles leave
+# several warps for one part of K, fewer than 4 are too few.
+DIRECT_K = [160, 512, 640, 1056, 2048, 3104, 4096, 4128, 8192, 14_336]
 ROW = 1 << 20
 
 
@@ -56,7 +57,7 @@ def test_integer_sums_are_exact(size_m, kernel):
     """Scales of 1 show the int32 sums, which must be exact."""
     sizes = [(64, 128), (200, 515), (130, 4096)]
     if kernel in DIRECT:
-        sizes += [(150, 544), (1000, 3104), (70, 9_024), (200, 20_480)]
+        sizes += [(150, 544), (1000, 1024), (1000, 3104), (70, 8_160)]
     for size_n, size_k in sizes:
         gen = generator(size_m + size_k)
         w = random_weight(size_n, size_k, ROW, scale_dtype=torch.float32, generator=gen)
@@ -94,8 +95,8 @@ def test_every_number_of_tokens(size_m, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block", [ROW, 128, 256])
 @pytest.mark.parametrize("kernel", DIRECT)
-@pytest.mark.parametrize("size_m", range(1, 10))
-def test_up_to_eight_tokens(size_m, kernel, block, dtype):
+@pytest.mark.parametrize("size_m", [1, 2, 3, 5, 8, 9, 12, 16])
+def test_up_to_sixteen_tokens(size_m, kernel, block, dtype):
     """Any cut of N; one scale a row leaves no float sums at all."""
     rng = random.Random(f"{size_m} {kernel} {block} {dtype}")
     for size_k in DIRECT_K:
@@ -209,12 +210,22 @@ def test_runs_are_bit_identical_in_and_out_of_graphs(size_m):
             assert torch.equal(first, captured)
 
 
+def test_a_refusal_is_one():
+    """With 4 added nothing else computes what the kernel does not take."""
+    for size_m, size_k, block in ((4, 515, ROW), (9, 4096, 128), (17, 1024, ROW)):
+        w = random_weight(200, size_k, block, generator=generator(5))
+        x = torch.randn((size_m, size_k), device="cuda", generator=generator(6)).half()
+        for kernel in (DIRECT[0], DIRECT[-1])[: 1 if size_k == 4096 else 2]:
+            with pytest.raises(RuntimeError, match="does not take this call"):
+                product(x, w, kernel + 4)
+
+
 @pytest.mark.parametrize("kernel", DIRECT)
-@pytest.mark.parametrize("size_m", [1, 2, 8])
-def test_up_to_eight_tokens_of_views_and_in_graphs(size_m, kernel):
-    for block, size_k in ((ROW, 704), (128, 4096), (ROW, 4096), (128, 14_336)):
+@pytest.mark.parametrize("size_m", [1, 2, 8, 16])
+def test_up_to_sixteen_tokens_of_views_and_in_graphs(size_m, kernel):
+    for block, size_k in ((ROW, 704), (128, 2048), (ROW, 4096), (128, 14_336)):
         w = random_weight(3000, size_k, block, generator=generator(size_k))
-        base = torch.randn((16, 3 * size_k), device="cuda", generator=generator(20))
+        base = torch.randn((32, 3 * size_k), device="cuda", generator=generator(20))
         base = base.half()
         views = (base[:size_m, 1::3], base[1 : size_m + 1, 3 : size_k + 3])
         for view in (*views, base[: 2 * size_m : 2, :size_k]):
@@ -235,8 +246,9 @@ def test_up_to_eight_tokens_of_views_and_in_graphs(size_m, kernel):
 
 
 @pytest.mark.parametrize("kernel", [INSIDE, *DIRECT])
-@pytest.mark.parametrize("size_m", [1, 2, 8])
-def test_a_product_waits_for_the_one_before(size_m, kernel):
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("size_m", [1, 8, 16])
+def test_a_product_waits_for_the_one_before(size_m, split, kernel):
     """Back to back: the next one starts early, and reads x only when it is there."""
     gen = generator(18)
     there = random_weight(4096, 2048, ROW, generator=gen)
@@ -250,7 +262,7 @@ def test_a_product_waits_for_the_one_before(size_m, kernel):
         for w in (there, back) * 4:
             sizes = (w.size_n, w.size_k, w.block_size)
             h = torch.ops._C.ternary_gemm_w2a8_tuned(
-                h, w.weight, w.scale, None, None, None, 1e-6, *sizes, kernel, 132, 1
+                h, w.weight, w.scale, None, None, None, 1e-6, *sizes, kernel, 66, split
             )
             if wait:
                 torch.cuda.synchronize()

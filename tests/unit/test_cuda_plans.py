@@ -37,6 +37,7 @@ UNITS = [
     [
         *("mma_s8", "mma_s8_half", "mma_s8_bfloat16"),
         *("mma_s8_direct_half", "mma_s8_direct_bfloat16"),
+        *("mma_s8_tokens_half", "mma_s8_tokens_bfloat16"),
     ],
     [
         *("sm90_prefill", "sm90_prefill_half", "sm90_prefill_bfloat16"),
@@ -46,7 +47,7 @@ UNITS = [
     ["device_info", "gemm_dispatch", "w2a8_quantize", "moe_gemm"],
 ]
 NAIVE = "reference_gemm", "reference_w2a8"
-DIRECT = 8, 9, 10  # variants of mma_s8_gemm from kDirect on: mma_s8_direct.cuh
+DIRECT = range(8, 14)  # variants of mma_s8_gemm from kDirect on: mma_s8_direct.cuh
 ROW = 1 << 20  # a block that covers any row
 HALF, BFLOAT16, FLOAT = range(3)
 TABLE, MMA, MMA_S8, HOPPER = range(4)  # kinds of check_gemm
@@ -154,7 +155,7 @@ class Plans:
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plans]:
     folder = tmp_path_factory.mktemp("plans")
-    names = ("plans", "checks", "direct", "digits")
+    names = ("plans", "checks", "digits", "tokens")
     files = [HERE / f"{name}.cpp" for name in names]
     files.append(EMULATE / "tensor_map.cpp")
     for i, unit in enumerate(UNITS):
@@ -257,8 +258,8 @@ def test_random_quantized_products(plans: Plans, d: Device, kind: int) -> None:
 
 @pytest.mark.parametrize("d", DEVICES, ids=str)
 def test_direct_kernels(plans: Plans, d: Device) -> None:
-    """One to eight tokens: what is built is launched where there are clusters, nothing
-    elsewhere, nor for what they do not take."""
+    """One to sixteen tokens: what is built is launched where there are clusters,
+    nothing elsewhere, nor for what they do not take."""
     r, found = rng("direct", d), set()
     for i in range(10_000 if d == H200 else 1500):
         n = r.randint(1, r.choice([300, 40_000, 40_000, 1_048_560]))
@@ -268,32 +269,37 @@ def test_direct_kernels(plans: Plans, d: Device) -> None:
             k += r.randint(1, 31)
         m, types = r.randint(1, 3), (i % 2, HALF)
         block = r.choice([128, 256, 2048, ROW])
-        config = (r.choice(DIRECT), random_config(r)[1], split)
+        config = (r.choice(DIRECT[:3]), random_config(r)[1], split)
         names = plans.gemm(d, MMA_S8, (m, n, k), block, types, config=config)
         assert len(names) == 1
         if m > 2 or k % 32:
             assert "::mma_s8_kernel<" in names[0]
         found.update(names)
-        m = r.choice([1, r.randint(2, 9)])
-        names = plans.w2a8(d, W_INSIDE, (m, n, k), block, types, config=config)
+        m, kind = r.choice([1, 8, 16, r.randint(2, 17)]), r.choice([W_INSIDE, W_MMA])
+        if m > 16:
+            kind = W_MMA
+        config = (r.choice(DIRECT), *config[1:])
+        names = plans.w2a8(d, kind, (m, n, k), block, types, config=config)
         assert len(names) == 1
-        if m > 8 or k % 32:
+        if m > 16 or k % 32 or k <= 384:
             assert "::mma_s8_kernel<" in names[0]
         found.update(names)
-    # Dtypes, kinds of scales, and k tiles of a warp: 1, 2, up to 6, up to 10.
-    shapes = {(1, 1), (2, 1), (0, 3), (0, 5)} if d.capability >= 90 else set()
     # Digits, with all warps along K or not; an odd k tile is loaded on its own.
     ends = {(1, 0, "true"), (1, 0, "false"), (2, 1, "true"), (2, 1, "false")}
     ends |= {(0, 3, "true"), (0, 5, "true")}
+    # 8 bits: up to so many tokens, k tiles of a warp, and rounds of quantization.
+    shapes = {(8, 1, 1), (8, 1, 2), (8, 2, 1), (8, 2, 2), (8, 2, 4)}
+    shapes |= {(16, 1, 1), (16, 1, 2), (16, 1, 4), (16, 2, 2), (16, 2, 4)}
     wanted = set()
-    for dtype in ("__half", "__nv_bfloat16") if shapes else ():
+    for dtype in ("__half", "__nv_bfloat16") if d.capability >= 90 else ():
         wanted |= {("digits", dtype, 1, *end) for end in ends | {(3, 1, "true")}}
         wanted |= {("digits", dtype, 2, *end) for end in ends}
-        for end in shapes:
+        for tokens, tiles, rounds in shapes:
             for row in ("true", "false"):
-                wanted |= {("int8", dtype, row, 16, 1, *end)}
-                if end[0]:
-                    wanted |= {("int8", dtype, row, 16, 8, *end)}
+                if row == "false" and (tokens, tiles) == (16, 2):
+                    continue
+                wanted.add(("tokens", dtype, "true", row, tokens, tiles, rounds))
+                wanted.add(("tokens", dtype, "false", row, tokens, tiles, 1))
     direct = [re.search(r"::direct_(\w+)_kernel<(.*?)>", name) for name in found]
     launched = {
         tuple(int(v) if v.isdigit() else v for v in (m[1], *m[2].split(", ")))
@@ -395,13 +401,14 @@ def test_the_table_names_kernels_that_run(plans: Plans) -> None:
             assert int(entries[i - 1][6]) in DIRECT and variant not in DIRECT
             k -= 8
         call = plans.w2a8 if w2a8 else plans.gemm
-        found = call(H200, TABLE, (m, n, k), 128)
+        found = call(H200, TABLE, (m, n, k), ROW if w2a8 else 128)
         wanted = names[w2a8, kernel]
-        if kernel == 2 and variant in DIRECT:
-            wanted = "::direct_int8_kernel<" if w2a8 else "::direct_digits_kernel<"
+        if variant in DIRECT:
+            wanted = "::direct_tokens_kernel<" if w2a8 else "::direct_digits_kernel<"
         assert found and all(wanted in name for name in found), entry
         # Inside: each token's 8-bit form is made by every thread block.
-        inside = ["S8Input)1" in name or "direct_int8" in name for name in found]
+        own = r"S8Input\)1|direct_tokens_kernel<\w+, true"
+        inside = [bool(re.search(own, name)) for name in found]
         assert not w2a8 or all(inside) == (kernel == 2), found
 
 
@@ -409,11 +416,11 @@ def test_what_the_direct_kernels_do_not_take(plans: Plans) -> None:
     """Goes to the fastest of the other kernels, not to these with the same cut."""
     own = "S8Input)1"  # every thread block quantizes the tokens
     for m in (2, 4, 5, 8):
-        for n, k in ((5120, 5120), (7168, 5120), (4096, 6144), (6144, 4104)):
+        for n, k in ((5120, 9216), (7168, 9248), (4096, 6152), (6144, 4104)):
             (name,) = plans.w2a8(H200, W_TABLE, (m, n, k))
             assert "::mma_s8_kernel<" in name and own not in name, (m, n, k)
     (name,) = plans.w2a8(H200, W_TABLE, (1, 4096, 4096), norm=True)
-    (wanted,) = plans.w2a8(H200, W_MMA, (1, 4096, 4096), config=(1, 132, 1))
+    (wanted,) = plans.w2a8(H200, W_MMA, (1, 4096, 4096), config=(0, 264, 1))
     assert name == wanted
     for m in (1, 2):
         (name,) = plans.gemm(H200, TABLE, (m, 4096, 4096), 64)

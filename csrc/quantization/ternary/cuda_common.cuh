@@ -7,6 +7,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <type_traits>
+
 #include "cuda_common.h"
 
 namespace vllm::ternary {
@@ -50,6 +52,17 @@ template <typename T>
 __device__ __forceinline__ float2 unpack_two(uint32_t w) {
   const T* v = reinterpret_cast<const T*>(&w);
   return make_float2(to_float(v[0]), to_float(v[1]));
+}
+
+// The lower or the upper value of a word, in one instruction if it is bfloat16.
+template <typename T, int kUpper>
+__device__ __forceinline__ float value_of(uint32_t w) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return __uint_as_float(kUpper ? w & 0xffff0000u : w << 16);
+  } else {
+    const float2 v = unpack_two<T>(w);
+    return kUpper ? v.y : v.x;
+  }
 }
 
 // Eight values at column k of a row of T, zero past K.

@@ -31,9 +31,7 @@ double ratio(int a, int b) {
   return a > b ? double(a) / double(b) : double(b) / double(a);
 }
 
-bool is_direct(const DispatchEntry& e) {
-  return e.kernel == 2 && e.variant >= kDirect;
-}
+bool is_direct(const DispatchEntry& e) { return e.variant >= kDirect; }
 
 // The measured entry for the class of M (the first with at least M tokens)
 // whose N and K are nearest, or nullptr when M is beyond the table. `direct`:
@@ -120,16 +118,21 @@ void dispatch_w2a8(const QuantArgs& q, const W2A8Args& a) {
   const DeviceInfo& device = device_info(a.device);
   const DispatchEntry* entry = nearest_entry(kW2A8Table, a, true);
   const int64_t x_bytes = int64_t(std::min(a.M, 64)) * a.K_pad;
+  bool quantized = false;
   if (entry && is_direct(*entry)) {
-    if (mma_s8_direct(a, config_of(entry, x_bytes, device), q)) return;
+    const bool inside = entry->kernel == 2;
+    if (!inside) quantize_tokens(q);
+    quantized = !inside;
+    const MmaConfig config = config_of(entry, x_bytes, device);
+    if (mma_s8_direct(a, config, inside ? &q : nullptr)) return;
     entry = nearest_entry(kW2A8Table, a, false);
   }
   const MmaConfig config = config_of(entry, x_bytes, device);
-  if (entry && entry->kernel == 2 && mma_s8_quantizes(q, a)) {
+  if (entry && entry->kernel == 2 && !quantized && mma_s8_quantizes(q, a)) {
     mma_s8_gemm(a, config, &q);
     return;
   }
-  quantize_tokens(q);
+  if (!quantized) quantize_tokens(q);
   if ((!entry || entry->kernel == 1) && sm90_w2a8_supported(a)) {
     sm90_w2a8(a);
   } else if (mma_s8_supported(a)) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-#include "mma_s8_direct.cuh"
+#include "mma_s8_direct_tokens.cuh"
 
 namespace vllm::ternary {
 
@@ -10,8 +10,8 @@ void mma_s8_int8_half(const S8Args&, const MmaConfig&, S8Scale);
 void mma_s8_int8_bfloat16(const S8Args&, const MmaConfig&, S8Scale);
 bool mma_s8_direct_digits_half(const GemmArgs&, const MmaConfig&);
 bool mma_s8_direct_digits_bfloat16(const GemmArgs&, const MmaConfig&);
-bool mma_s8_direct_int8_half(const DirectArgs&, const MmaConfig&, bool);
-bool mma_s8_direct_int8_bfloat16(const DirectArgs&, const MmaConfig&, bool);
+bool mma_s8_tokens_half(const TokenArgs&, const MmaConfig&, bool);
+bool mma_s8_tokens_bfloat16(const TokenArgs&, const MmaConfig&, bool);
 
 namespace {
 
@@ -56,17 +56,6 @@ bool direct_takes(const Product& g, const MmaConfig& config) {
          device_info(g.device).capability >= 90;
 }
 
-template <typename Product>
-DirectArgs direct(const Product& g) {
-  DirectArgs a = common<DirectArgs>(g);
-  a.weight = g.weight;
-  a.ldy = g.N;
-  a.all_k_tiles = g.K_pad / 128;
-  a.block_shift = int(block_shift(g));
-  a.last_block = g.num_blocks - 1;
-  return a;
-}
-
 // `config` for the kernels that have no such variant.
 MmaConfig without_direct(MmaConfig config) {
   if (config.variant >= kDirect) config.variant = 0;
@@ -86,21 +75,33 @@ bool mma_s8_quantizes(const QuantArgs& q, const W2A8Args& g) {
 }
 
 bool mma_s8_direct(const W2A8Args& g, const MmaConfig& config,
-                   const QuantArgs& quant) {
-  if (g.parts > 1 || !direct_takes(g, config) || !mma_s8_quantizes(quant, g)) {
+                   const QuantArgs* quant) {
+  const S8Scale scale = scale_of(g);
+  if (!direct_takes(g, config) || !mma_s8_supported(g) || g.parts > 1 ||
+      g.M > 16 || scale == S8Scale::kGeneral || (quant && quant->norm_weight)) {
     return false;
   }
-  DirectArgs d = direct(g);
-  d.x = quant.x;
-  d.ldx = quant.ldx;
-  const bool row = scale_of(g) == S8Scale::kRow;
-  return g.dtype == DType::kHalf ? mma_s8_direct_int8_half(d, config, row)
-                                 : mma_s8_direct_int8_bfloat16(d, config, row);
+  TokenArgs a = common<TokenArgs>(g);
+  a.weight = g.weight;
+  a.ldy = g.N;
+  a.all_k_tiles = g.K_pad / 128;
+  a.block_shift = int(block_shift(g));
+  a.last_block = g.num_blocks - 1;
+  if (quant) {
+    a.x = quant->x;
+    a.ldx = quant->ldx;
+  } else {
+    a.xq = g.xq;
+    a.xs = g.xs;
+  }
+  const bool row = scale == S8Scale::kRow;
+  return g.dtype == DType::kHalf ? mma_s8_tokens_half(a, config, row)
+                                 : mma_s8_tokens_bfloat16(a, config, row);
 }
 
 void mma_s8_gemm(const W2A8Args& g, const MmaConfig& config,
                  const QuantArgs* quant) {
-  if (quant && mma_s8_direct(g, config, *quant)) return;
+  if (mma_s8_direct(g, config, quant)) return;
   const MmaConfig c = without_direct(config);
   S8Args a = s8(g);
   if (quant) {

@@ -10,7 +10,7 @@
 namespace vllm::ternary {
 
 // MmaConfig::variant from here on: the kernels with short chains of latencies,
-// where they take the product (mma_s8_direct_launch.cuh), else as variant 0.
+// where they take the product (mma_s8_direct_*_launch.cuh), else as variant 0.
 constexpr int kDirect = 8;
 
 // W2A8: any block that is a multiple of 32 (or one per row), any scale type.
@@ -29,6 +29,6 @@ void mma_s8_gemm(const GemmArgs& args, const MmaConfig& config);
 // is launched, where that does not take the product.
 bool mma_s8_direct(const GemmArgs& args, const MmaConfig& config);
 bool mma_s8_direct(const W2A8Args& args, const MmaConfig& config,
-                   const QuantArgs& quant);
+                   const QuantArgs* quant);
 
 }  // namespace vllm::ternary

@@ -46,15 +46,6 @@ struct DigitsArgs {
 // threads lie in different banks.
 constexpr int kSumPitch = (kDigitsWarps + 4) * 4;
 
-// Keeps a value in a register from here on, instead of made anew where it is
-// used: what was computed while the kernel ahead ran stays computed.
-__device__ __forceinline__ void pin(uint32_t& v) { asm volatile("" : "+r"(v)); }
-__device__ __forceinline__ void pin(int& v) { asm volatile("" : "+r"(v)); }
-template <typename P>
-__device__ __forceinline__ void pin(P*& v) {
-  asm volatile("" : "+l"(v));
-}
-
 // Columns of n k tiles: a multiple of 128 and 16, so that neighbours lie in
 // different banks.
 __host__ __device__ constexpr int column_pitch(int n) { return n * 128 + 16; }

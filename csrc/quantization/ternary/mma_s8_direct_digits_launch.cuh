@@ -13,12 +13,6 @@ namespace vllm::ternary {
 
 constexpr int kDigitsKTiles = 10;  // of a warp, at most
 
-inline int floor_log2(int v) {
-  int log2 = 0;
-  while ((2 << log2) <= v) ++log2;
-  return log2;
-}
-
 // Fills in the cut for `tokens` tokens. Variant kDirect lets two CTAs share a
 // multiprocessor, so that the next kernel's may begin, the two after it three
 // and one. Returns bytes of shared memory, 0 where nothing fits, and leaves the

@@ -85,7 +85,8 @@ int64_t ternary_sm90_clusters(const Tensor& x, int64_t kernel, int64_t split) {
 
 // The same with one product kernel, for the tuning script and the tests: 0 the
 // naive one, 1 int8 tensor cores for few tokens, 2 the Hopper kernel for many,
-// 3 as 1 with the quantization inside.
+// 3 as 1 with the quantization inside; 4 more: only what a kernel with short
+// chains takes. 16 times the variant is added.
 Tensor ternary_gemm_w2a8_tuned(
     const Tensor& x, const Tensor& weight, const Tensor& scale,
     const std::optional<Tensor>& bias, const std::optional<Tensor>& norm_weight,
@@ -97,6 +98,13 @@ Tensor ternary_gemm_w2a8_tuned(
                                norm_eps, size_n, size_k, block_size);
   if (x.size(0) == 0 || size_n == 0) return c.y;
   const MmaConfig config{int(kernel >> 4), int(groups), int(split)};
+  if (kernel & 4) {
+    const bool inside = (kernel & 3) == 3;
+    if (!inside) quantize_tokens(c.quant);
+    STD_TORCH_CHECK(mma_s8_direct(c.gemm, config, inside ? &c.quant : nullptr),
+                    "the kernel with short chains does not take this call");
+    return c.y;
+  }
   if ((kernel & 15) == 3) {
     STD_TORCH_CHECK(mma_s8_quantizes(c.quant, c.gemm),
                     "the int8 kernel does not quantize these activations");

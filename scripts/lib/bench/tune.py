@@ -53,10 +53,15 @@ VARIANTS = {
     "s8": {16: 2},
     "inside": {8: 3, 16: 2},
 }
-# The kernels with short chains (kDirect in mma_s8.h): two, three CTAs or one share a
-# multiprocessor; for at most so many tokens.
-DIRECT = (8, 9, 10)
-DIRECT_TOKENS = {("w2a16", "s8"): 2, ("w2a8", "inside"): 8}
+# The kernels with short chains (kDirect in mma_s8.h), for at most so many tokens. 8, 9
+# and 10: two, three CTAs or one share a multiprocessor; with 8-bit activations 11 to 13
+# are these with half as many warps along K.
+DIRECT = 8
+DIRECT_VARIANTS = {
+    ("w2a16", "s8"): (2, (8, 9, 10)),
+    ("w2a8", "inside"): (16, (8, 10, 11, 13)),
+    ("w2a8", "s8"): (16, (8, 11)),
+}
 # As ternary_gemm_w2a8_tuned numbers them.
 TUNED_W2A8 = {"s8": 1, "sm90": 2, "inside": 3}
 # What a kernel says of a size or a cut that it does not take; any other error is one.
@@ -82,12 +87,12 @@ def candidates(op: str, size_m: int) -> Iterator[dict[str, Any]]:
     for kernel in kernels:
         counts = VARIANTS.get(kernel, {})
         variants = range(next((n for top, n in counts.items() if size_m <= top), 1))
-        direct = DIRECT if size_m <= DIRECT_TOKENS.get((op, kernel), 0) else ()
-        for variant in (*variants, *direct):
+        most, direct = DIRECT_VARIANTS.get((op, kernel), (0, ()))
+        for variant in (*variants, *(direct if size_m <= most else ())):
             for split in SPLITS if few else SPLITS[::2]:
-                if op == "w2a8" and variant in direct and split > 1:
-                    continue  # its tokens' largest values are those of all of K
-                several = DIRECT_WAVES if variant in direct else WAVES
+                if kernel == "inside" and variant >= DIRECT and split > 2:
+                    continue  # no more than two CTAs tell each other largest values
+                several = DIRECT_WAVES if variant >= DIRECT else WAVES
                 for waves in several if few else WAVES[:1]:
                     cut = {"split": split, "waves": waves, "variant": variant}
                     yield {"kernel": kernel, **cut}
@@ -107,7 +112,8 @@ def caller(op: str, way: dict[str, Any], sizes: tuple[int, int, int], processors
     kernel, split, variant = way["kernel"], way.get("split", 1), way.get("variant", 0)
     groups = max(1, processors * sixths(way) // 6 // split)
     if op == "w2a8":
-        tail = (*sizes, TUNED_W2A8[kernel] + 16 * variant, groups, split)
+        number = TUNED_W2A8[kernel] + (4 if variant >= DIRECT else 0) + 16 * variant
+        tail = (*sizes, number, groups, split)
         return lambda x, weight, scale: ops.ternary_gemm_w2a8_tuned(
             x, weight, scale, None, None, None, 1e-6, *tail
         )
@@ -226,8 +232,8 @@ def table(name: str, op: str, data: dict[str, Any]) -> list[str]:
         if key(entry)[0] != op:
             continue
         ways = [best(entry["times"])]
-        if ways[0].get("variant", 0) in DIRECT:
-            others = [t for t in entry["times"] if t.get("variant", 0) not in DIRECT]
+        if ways[0].get("variant", 0) >= DIRECT:
+            others = [t for t in entry["times"] if t.get("variant", 0) < DIRECT]
             ways.append(best(others))
         for way in ways:
             kernel = KERNELS[op][way["kernel"]]

@@ -220,7 +220,7 @@ void check_all(const Sizes& s) {
     }
     if (name.find("mma_gemm_kernel") != std::string::npos) check_mma(l, s);
     if (name.find("::direct_digits") != std::string::npos) check_digits(l, s);
-    if (name.find("::direct_int8") != std::string::npos) check_direct(l, s);
+    if (name.find("::direct_tokens") != std::string::npos) check_tokens(l, s);
     rows.add(0, s.N_pad);
   }
   rows.finish(s.N_pad);
@@ -254,7 +254,8 @@ const char* run(const Sizes& s, Call call) {
 
 // CTAs that a multiprocessor must have room for, of mma_s8_gemm's variants.
 int share_of(int variant) {
-  return variant == kDirect ? 2 : variant == kDirect + 1 ? 3 : 1;
+  constexpr int kShare[] = {2, 3, 1};
+  return variant < kDirect ? 1 : kShare[(variant - kDirect) % 3];
 }
 
 // What arguments of both kinds of product have.

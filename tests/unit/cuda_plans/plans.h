@@ -107,6 +107,6 @@ RowRange check_prefill(const Launch& launch, const Sizes& s);
 void check_few(const Launch& launch, const Sizes& s);
 void check_wgmma_s8(const Launch& launch, const Sizes& s);
 void check_mma(const Launch& launch, const Sizes& s);
-void check_direct(const Launch& launch, const Sizes& s);
+void check_tokens(const Launch& launch, const Sizes& s);
 void check_digits(const Launch& launch, const Sizes& s);
 void check_quantize(const Launch& launch, const Sizes& s);

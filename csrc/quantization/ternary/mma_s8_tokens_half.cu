@@ -1,0 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+// SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+#include "mma_s8_direct_tokens_launch.cuh"
+
+namespace vllm::ternary {
+
+bool mma_s8_tokens_half(const TokenArgs& args, const MmaConfig& config,
+                        bool row) {
+  return launch_tokens<half>(args, config, row);
+}
+
+}  // namespace vllm::ternary
