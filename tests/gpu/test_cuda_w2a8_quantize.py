@@ -69,7 +69,7 @@ def check(found, q, scale):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size_k", [1, 31, 128, 515, 4096, 8200, 17408, 40_001])
+@pytest.mark.parametrize("size_k", [1, 31, 128, 515, 4096, 8200, 16_376, 17408, 40_001])
 def test_integers_and_sums_are_exact(size_k, dtype):
     for size_m in (1, 3, 33):
         gen = torch.Generator("cuda").manual_seed(size_k + size_m)

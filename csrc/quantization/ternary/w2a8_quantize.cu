@@ -232,13 +232,84 @@ __global__ void __launch_bounds__(max_threads(kUnits), kUnits == 1 ? 2 : 1)
   }
 }
 
+// Few tokens of K a multiple of 8, a CTA and a thread for each unit of one:
+// what counts is how long a token takes. Addresses are computed before the
+// wait, and a warp takes in the others' results by one load and one reduction.
+template <typename T>
+__global__ void __launch_bounds__(1024, 1)
+    quantize_few_kernel(const __grid_constant__ QuantArgs a) {
+  __shared__ uint32_t shared_max[32];
+  __shared__ int shared_sum[32];
+  pdl_launch_dependents();
+  const int m = blockIdx.x, u = threadIdx.x;
+  const int lane = u & 31, warp = u >> 5, warps = blockDim.x >> 5;
+  const bool valid = u < a.K_pad / 16;
+  const int k = u / 2 * 32 + (u & 1) * 8;
+  const T* x = static_cast<const T*>(a.x) + int64_t(m) * a.ldx + k;
+  int8_t* xq = a.xq + int64_t(m) * a.K_pad + u * 16;
+  const int left = a.K - k;
+  pdl_wait();
+
+  uint4 low = make_uint4(0, 0, 0, 0), high = low;
+  if (left >= 8) low = *reinterpret_cast<const uint4*>(x);
+  if (left >= 24) high = *reinterpret_cast<const uint4*>(x + 16);
+  const uint32_t p[4] = {low.x, low.y, low.z, low.w};
+  const uint32_t q[4] = {high.x, high.y, high.z, high.w};
+  // As integers, so that infinity and NaN compare above every number.
+  uint32_t most = 0;
+#pragma unroll
+  for (int t = 0; t < 4; ++t) {
+    most = __vmaxu2(most, p[t] & 0x7fff7fffu);
+    most = __vmaxu2(most, q[t] & 0x7fff7fffu);
+  }
+  most = __reduce_max_sync(~0u, max(most & 0xffffu, most >> 16));
+  if (lane == 0) shared_max[warp] = most;
+  __syncthreads();
+  most = __reduce_max_sync(~0u, lane < warps ? shared_max[lane] : 0u);
+  const float largest = to_float(reinterpret_cast<const T&>(most));
+  const float factor = token_factor(largest);
+  uint32_t out[4];
+  int sum = 0;
+#pragma unroll
+  for (int t = 0; t < 4; ++t) {
+    const float values[4] = {value_of<T, 0>(p[t]), value_of<T, 0>(q[t]),
+                             value_of<T, 1>(p[t]), value_of<T, 1>(q[t])};
+    out[t] = quantize_four(values, factor);
+    sum = __dp4a(int(out[t]), 0x01010101, sum);
+  }
+  if (valid) {
+    *reinterpret_cast<uint4*>(xq) = make_uint4(out[0], out[1], out[2], out[3]);
+  } else {
+    sum = 0;  // NaN times zero is no zero
+  }
+  const int all = __reduce_add_sync(~0u, sum);
+  if (lane == 0) shared_sum[warp] = all;
+  if (a.xsum_tiles) {  // a k tile is eight units
+#pragma unroll
+    for (int d = 1; d < 8; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+    if (valid && u % 8 == 0) a.xsum_tiles[int64_t(u / 8) * a.M + m] = sum;
+  }
+  __syncthreads();
+  if (warp == warps - 1 && lane == 0) a.xs[m] = token_scale(largest);
+  if (warp == 0) {
+    const int total =
+        __reduce_add_sync(~0u, lane < warps ? shared_sum[lane] : 0);
+    if (lane == 0) a.xsum[m] = total;
+  }
+}
+
 template <typename T, bool kNorm>
 void launch(const QuantArgs& a) {
   const int units = a.K_pad / 16;
   const DeviceInfo& device = device_info(a.device);
   void (*kernel)(QuantArgs) = quantize_kernel<T, kNorm, 0>;
   int per_thread = (units + max_threads(0) - 1) / max_threads(0);
-  if (units <= max_threads(1)) {
+  const bool each =
+      !kNorm && a.M <= 16 && a.parts == 1 && a.K % 8 == 0 && units <= 1024;
+  if (each) {
+    kernel = quantize_few_kernel<T>;
+    per_thread = 1;
+  } else if (units <= max_threads(1)) {
     kernel = quantize_kernel<T, kNorm, 1>;
     per_thread = 1;
   } else if (units <= 2 * max_threads(2)) {
@@ -249,7 +320,8 @@ void launch(const QuantArgs& a) {
   cudaLaunchConfig_t config = {};
   // A CTA per token and part while these fill the device; else as many CTAs as
   // are resident, and each reads a token once for all parts.
-  const bool few = int64_t(a.M) * threads < int64_t(device.processors) * 1024;
+  const bool few =
+      each || int64_t(a.M) * threads < int64_t(device.processors) * 1024;
   const int resident = device.processors * std::max(1, 1024 / threads);
   config.gridDim = dim3(unsigned(few ? a.M : std::min(a.M, resident)),
                         few ? unsigned(a.parts) : 1u);

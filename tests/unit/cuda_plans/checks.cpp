@@ -454,6 +454,13 @@ void check_mma(const Launch& l, const Sizes& s) {
 void check_quantize(const Launch& l, const Sizes& s) {
   const QuantArgs& q = params<QuantArgs>(l);
   const int units = s.K_pad / 16, threads = int(l.block.x);
+  if (s.M <= 16 && s.parts == 1 && s.K % 8 == 0 && units <= 1024 &&
+      !q.norm_weight) {  // a thread each, in a CTA for each token
+    REQUIRE(threads >= units && threads <= 1024, threads, "for", units);
+    REQUIRE(int(l.grid.x) == s.M && l.grid.y == 1, l.grid.x);
+    REQUIRE(q.M == s.M && q.K_pad == s.K_pad && q.parts == 1, q.M);
+    return;
+  }
   // Up to 512 threads keep one unit each, up to 768 two; more read them again.
   const int held = units <= 512 ? 1 : units <= 1536 ? 2 : 0;
   REQUIRE(threads <= (held == 0 ? 1024 : held == 1 ? 512 : 768), threads);
