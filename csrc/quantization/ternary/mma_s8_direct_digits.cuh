@@ -10,7 +10,7 @@
 // the row tiles that fit for all; those after them, each warp its part.
 #pragma once
 
-#include "mma_s8_direct.cuh"
+#include "mma_s8_direct_operands.cuh"
 
 namespace vllm::ternary {
 
@@ -49,85 +49,6 @@ constexpr int kSumPitch = (kDigitsWarps + 4) * 4;
 // Columns of n k tiles: a multiple of 128 and 16, so that neighbours lie in
 // different banks.
 __host__ __device__ constexpr int column_pitch(int n) { return n * 128 + 16; }
-
-// Sixteen codes of a word as the operand of sixteen rows: 16 times the code in
-// rows 0..7, 64 times in rows 8..15. The multiplier's pipe shifts.
-__device__ __forceinline__ void decode_high(uint32_t w, uint32_t (&a)[4]) {
-  const uint32_t left = w * 16u;
-  a[0] = left & 0x30303030u;
-  a[1] = left & 0xC0C0C0C0u;
-  a[2] = w & 0x30303030u;
-  a[3] = w & 0xC0C0C0C0u;
-}
-
-// Four values of x, k, k + 1, k + 16 and k + 17, whose bytes are a word.
-__device__ __forceinline__ int four_position(int lane) {
-  return (lane >> 3) * 32 + ((lane >> 1) & 3) * 4 + (lane & 1) * 2;
-}
-
-struct Four {
-  uint32_t v[2];
-
-  template <typename T>
-  __device__ __forceinline__ void load(const T* at, bool valid) {
-    v[0] = v[1] = 0;
-    if (!valid) return;
-    v[0] = *reinterpret_cast<const uint32_t*>(at);
-    v[1] = *reinterpret_cast<const uint32_t*>(at + 16);
-  }
-
-  // As Eight::largest().
-  __device__ __forceinline__ uint32_t largest(uint32_t top) const {
-    top = __vmaxu2(top, v[0] & 0x7fff7fffu);
-    return __vmaxu2(top, v[1] & 0x7fff7fffu);
-  }
-
-  template <typename T>
-  __device__ __forceinline__ void values(float (&out)[4]) const {
-    const float2 p = unpack_two<T>(v[0]), q = unpack_two<T>(v[1]);
-    out[0] = p.x;
-    out[1] = q.x;
-    out[2] = p.y;
-    out[3] = q.y;
-  }
-};
-
-// Digits of four values as in digits_of(), by additions to 1.5 * 2^23 instead
-// of conversions: n = rint(x * 2^(29 - e)) = hi * 2^15 + lo, each of two
-// digits. `up`: 2^(14 - e).
-__device__ __forceinline__ void magic_digits_of(const float (&values)[4],
-                                                float up, uint32_t (&out)[4]) {
-  // 128 makes the lower of two digits round, and comes off again below.
-  constexpr float kMagic = 12582912.0f + 128.0f;
-  uint32_t of[4];  // of each value, the lowest in the lowest byte
-#pragma unroll
-  for (int c = 0; c < 4; ++c) {
-    const float hi = fmaf(values[c], up, kMagic);
-    const float rest = fmaf(values[c], up, kMagic - hi);
-    const float lo = fmaf(rest, 32768.0f, kMagic);
-    of[c] = __byte_perm(__float_as_uint(lo), __float_as_uint(hi), 0x5410);
-  }
-  const uint32_t low01 = __byte_perm(of[0], of[1], 0x5140);
-  const uint32_t low23 = __byte_perm(of[2], of[3], 0x5140);
-  const uint32_t high01 = __byte_perm(of[0], of[1], 0x7362);
-  const uint32_t high23 = __byte_perm(of[2], of[3], 0x7362);
-  out[3] = __byte_perm(low01, low23, 0x5410) ^ 0x80808080u;
-  out[2] = __byte_perm(low01, low23, 0x7632);
-  out[1] = __byte_perm(high01, high23, 0x5410) ^ 0x80808080u;
-  out[0] = __byte_perm(high01, high23, 0x7632);
-}
-
-// What the sums of a k tile have too much under decode_high(), for codes are t
-// + 1: 16 times the sums of the lane's two columns, in units of the second.
-__device__ __forceinline__ int excess_of(const uint32_t (&b)[2][4]) {
-  const uint32_t ones[4] = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
-  int d[4] = {}, e[4] = {};
-  mma_s8(d, ones, b[0][0], b[0][1]);
-  mma_s8(e, ones, b[0][2], b[0][3]);
-  mma_s8(d, ones, b[1][0], b[1][1]);
-  mma_s8(e, ones, b[1][2], b[1][3]);
-  return (d[0] + e[0]) * 4096 + (d[1] + e[1]) * 16;
-}
 
 // kHeld: k tiles of a warp, if their digits fit in registers, or 0. kRounds:
 // times 256 values, what a warp has of x at most; an odd k tile of kHeld comes
