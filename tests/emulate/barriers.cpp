@@ -174,8 +174,8 @@ void barrier_arrive(uint32_t address, int count) {
 
 void barrier_expect(uint32_t address, uint32_t bytes) {
   Mbarrier& b = mbarrier(address);
-  if (bytes + b.bytes >= 1 << 19) fail("mbarrier of %u bytes", bytes);
-  b.bytes += int(bytes);
+  b.bytes += int(bytes);  // below 0 if some came before they were expected
+  if (b.bytes >= 1 << 19) fail("mbarrier of %d bytes", b.bytes);
 }
 
 void barrier_bytes(uint32_t address, uint32_t bytes) {

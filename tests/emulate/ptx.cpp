@@ -36,6 +36,17 @@ void mul_f16x2(uint32_t& d, uint32_t a, uint32_t b) {
 void mul_bf16x2(uint32_t& d, uint32_t a, uint32_t b) {
   d = pairwise<__nv_bfloat16>(a, b, std::multiplies<float>());
 }
+void fma_rn_bf16x2(uint32_t& d, uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t out = 0;
+  for (int s = 0; s < 32; s += 16) {
+    const auto value = [s](uint32_t pair) {
+      return double(float(std::bit_cast<__nv_bfloat16>(uint16_t(pair >> s))));
+    };
+    const __nv_bfloat16 sum(float(value(a) * value(b) + value(c)));
+    out |= uint32_t(std::bit_cast<uint16_t>(sum)) << s;
+  }
+  d = out;
+}
 
 // --- Registers and places
 
@@ -199,6 +210,7 @@ void bar_arrive(int id, int count) {
 void barrier_cluster_arrive_aligned() { cluster_arrive(); }
 void barrier_cluster_wait_aligned() { cluster_wait(); }
 void barrier_cluster_arrive_release() { cluster_arrive(); }
+void barrier_cluster_arrive_relaxed() { cluster_arrive(); }
 void barrier_cluster_wait_acquire() { cluster_wait(); }
 
 void mbarrier_init_shared_cta_b64(uint32_t bar, int count) {

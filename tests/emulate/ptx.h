@@ -37,6 +37,7 @@ void sub_f16x2(uint32_t& d, uint32_t a, uint32_t b);
 void sub_bf16x2(uint32_t& d, uint32_t a, uint32_t b);
 void mul_f16x2(uint32_t& d, uint32_t a, uint32_t b);
 void mul_bf16x2(uint32_t& d, uint32_t a, uint32_t b);
+void fma_rn_bf16x2(uint32_t& d, uint32_t a, uint32_t b, uint32_t c);
 inline void setp_ne_b32(bool& p, int a, int b) { p = a != b; }
 inline void selp_u32(uint32_t& d, int a, int b, bool p) { d = p ? a : b; }
 
@@ -180,6 +181,7 @@ void bar_arrive(int id, int count);
 void barrier_cluster_arrive_aligned();
 void barrier_cluster_wait_aligned();
 void barrier_cluster_arrive_release();
+void barrier_cluster_arrive_relaxed();
 void barrier_cluster_wait_acquire();
 void mbarrier_init_shared_cta_b64(uint32_t bar, int count);
 void mbarrier_arrive_expect_tx_shared_cta_b64(uint32_t bar, uint32_t bytes);

@@ -132,6 +132,23 @@ def test_many_tokens(emulators, tile, block, dtype):
         )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "scale_dtype, low, high", [(HALF, -24, 15), (FLOAT, -80, 33), (BFLOAT16, -80, 33)]
+)
+def test_bfloat16_tokens_and_scales_of_any_size(emulators, scale_dtype, low, high):
+    """Weights are decoded small, so that no float16 scale is too large or small."""
+    rng = np.random.default_rng(high)
+    w = harness.make_weight(rng, 100, 400, 128, scale_dtype)
+    w.scale[:, :100] = torch.ldexp(
+        torch.ones(100), torch.linspace(low, high, 100).int()
+    )
+    x = harness.tokens(rng, 50, 400, BFLOAT16)
+    choice = (2, 1, 64, 1, 1, 0, 0, w.n_pad, 0, 1)
+    y = harness.gemm(emulators[900], "sm90_many", choice, x, w, extra=[2])
+    # Of every row for itself: the largest would hide the others.
+    assert harness.error(y.t(), harness.expected_gemm(x, w).t()) < TOLERANCE[BFLOAT16]
+
+
 @pytest.mark.parametrize("block", [ROW, 128])
 def test_s8_marked_tokens_are_nan_and_no_others(emulators, block):
     rng = np.random.default_rng(8)

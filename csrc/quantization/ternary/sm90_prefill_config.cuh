@@ -74,22 +74,39 @@ struct Config {
   static constexpr int kStages =
       (kStagesFit < 10 ? kStagesFit : 10) / kSets * kSets;
   static constexpr int kSmemBytes = kFixedBytes + kStages * kStageBytes;
-  static_assert(kStages >= 3);
-  // The partial sums of a split product lie where the stages were; behind them
-  // those that the sets exchange, and their output.
+  static_assert(kStages >= 3 && kStages < 31);  // set up by a warp
+  // The partial sums of a split product lie where the stages were; a set's sums
+  // for the other in its own first stage, its output behind both of these.
   static constexpr int kSumBytes = kRowTiles * 64 * kTokens * 4;
-  static constexpr int kOutAt =
-      kSets > 1 ? 2 * kSumBytes : kStages* kStageBytes;
+  static constexpr int kOutAt = (kSets > 1 ? kSets : kStages) * kStageBytes;
   static_assert(kSumBytes <= kStages * kStageBytes);
-  static_assert(kSets == 1 || kOutAt + kConsumers * 64 * kOutBuffers <=
-                                  kStages * kStageBytes);
-  static_assert(kSets == 1 || (kSets == 2 && kTiles == 1));
+  static_assert(kSets == 1 || (kSets == 2 && kRowTiles == 1));
+  static_assert(kSets == 1 ||
+                (kSumBytes / 2 <= kStageBytes &&
+                 kOutAt + kSets * kOutBuffers * 8192 <= kStages * kStageBytes));
 };
 
 // A product cut into two launches runs them side by side: the first lets the
 // second start only once the kernels before both are done, so that the second
 // need not wait for the first before it works, only before it ends.
 enum class Chain : int { kAlone, kFirst, kSecond };
+
+// Division by a number that the host knows, of numbers from 0 to 2^31 - 1: the
+// product of twice a number and 2^(31 + shift) / divisor, rounded up.
+struct Divider {
+  uint32_t factor = 0;
+  int shift = 0;
+
+  Divider() = default;
+  explicit Divider(int divisor) {
+    while ((int64_t(1) << shift) < divisor) ++shift;
+    const uint64_t power = uint64_t(1) << (31 + shift);
+    factor = uint32_t((power + divisor - 1) / divisor);
+  }
+  __host__ __device__ __forceinline__ int operator()(int n) const {
+    return int(uint32_t(uint64_t(2u * n) * factor >> 32) >> shift);
+  }
+};
 
 struct KernelParams {
   const void* scale;  // read here under kRow only
@@ -103,15 +120,19 @@ struct KernelParams {
   int token_group;  // token tiles that are walked before the next row group
   int split;        // blocks that share a tile along K
   int multicast;    // blocks that share the loads of the tokens
+  int split_log2, multicast_log2;
   int groups_log2;  // log2 of the 8-token groups per block under `split`
   int stagger;      // k-blocks by which a warpgroup starts after its neighbour
   int num_tiles;    // row_groups * token_tiles
+  // By the tiles of a token group and by its width, and by that of the last
+  // one.
+  Divider by_group, by_width, by_last;
   int num_clusters;
   DType scale_dtype;
-  int blocks_per_scale;  // k-blocks under one scale (kGroups == 1)
-  int scales_per_block;  // 1; or 2, 4 (kGroups == 4)
-  uint32_t stage_tx_bytes;
-  bool tma_store;  // rows of y are 16-byte aligned
+  int blocks_per_scale;      // k-blocks under one scale (kGroups == 1)
+  int scales_per_block;      // 1; or 2, 4 (kGroups == 4)
+  uint32_t weight_tx_bytes;  // codes and scales of a stage
+  bool tma_store;            // rows of y are 16-byte aligned
   Chain chain;
 };
 
@@ -128,20 +149,20 @@ __device__ __forceinline__ Tile locate(const KernelParams& p, int index,
   Tile t;
   int row = index, token = 0;
   if (p.token_tiles > 1) {
-    const int group_tiles = p.token_group * p.row_groups;
-    const int group = index / group_tiles, rest = index % group_tiles;
+    const int group = p.by_group(index);
+    const int rest = index - group * p.token_group * p.row_groups;
     const int first = group * p.token_group;
     const int width = min(p.token_group, p.token_tiles - first);
-    row = rest / width;
-    token = first + rest % width;
+    row = width == p.token_group ? p.by_width(rest) : p.by_last(rest);
+    token = first + rest - row * width;
   }
   t.token = token * C::kTokens;
-  t.row_tile = (row * p.multicast + row_part) * C::kRowTiles;
+  t.row_tile = ((row << p.multicast_log2) + row_part) * C::kRowTiles;
   t.kb_begin = 0;
   t.kb_end = p.k_blocks;
-  if (p.split > 1) {
-    t.kb_begin = p.k_blocks * k_part / p.split;
-    t.kb_end = p.k_blocks * (k_part + 1) / p.split;
+  if (p.split_log2 > 0) {
+    t.kb_begin = p.k_blocks * k_part >> p.split_log2;
+    t.kb_end = p.k_blocks * (k_part + 1) >> p.split_log2;
   }
   return t;
 }

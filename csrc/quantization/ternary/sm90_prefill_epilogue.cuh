@@ -10,6 +10,7 @@
 #pragma once
 
 #include "sm90_prefill_config.cuh"
+#include "sm90_prefill_decode.cuh"
 #include "sm90_prefill_ptx.cuh"
 
 namespace vllm::ternary::sm90 {
@@ -61,6 +62,8 @@ template <typename C>
 __device__ __forceinline__ float finish(float sum, const RowTerms& r, int i) {
   if constexpr (C::kMode == ScaleMode::kRow) {
     return fmaf(sum, r.scale[i], r.bias[i]);
+  } else if constexpr (std::is_same_v<typename C::T, __nv_bfloat16>) {
+    return fmaf(sum, float(uint64_t(1) << kShrink), r.bias[i]);
   } else {
     return sum + r.bias[i];
   }
@@ -119,12 +122,12 @@ __device__ __forceinline__ void store_staged(const KernelParams& p,
 
 constexpr int kMeetBarrier = 12;  // named, of all consumers
 
-// The sums of one set, or of both: with two, each warpgroup leaves its twin's
-// half of the tokens in shared memory and adds what it finds to its own. No
-// stage is read any more once all consumers have met.
+// The sums of one set, or of both: with two, each leaves the other's half of
+// the tokens where its own first stage was and adds what it finds to its own
+// half. No stage is read any more once both have met.
 template <typename C>
 __device__ __forceinline__ void meet_sets(
-    uint32_t slots, int warpgroup, int set, int thread,
+    uint32_t stages, int set, int thread,
     const float (&acc)[C::kTiles][C::kTokens / 2],
     float (&mine)[C::kTiles][C::kTokens / C::kSets / 2]) {
   if constexpr (C::kSets == 1) {
@@ -136,9 +139,10 @@ __device__ __forceinline__ void meet_sets(
   } else {
     constexpr int kHalf = C::kTokens / 4;  // sums of a thread
     constexpr int kVectors = kHalf / 4;
-    const uint32_t from = slots + (warpgroup * kVectors * 128 + thread) * 16;
-    constexpr int kSetBytes = C::kWarpgroups * kVectors * 128 * 16;
-    named_sync<C::kConsumers>(kMeetBarrier);
+    const uint32_t here = stages + thread * 16;
+    const uint32_t to = here + set * C::kStageBytes;
+    const uint32_t from = here + (1 - set) * C::kStageBytes;
+    warpgroup_sync(set + 1);  // its other warps' wgmma read the stage, too
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       float v[4];
@@ -148,14 +152,12 @@ __device__ __forceinline__ void meet_sets(
             set == 0 ? acc[0][4 * j + i] : acc[0][kHalf + 4 * j + i];
         v[i] = set == 0 ? acc[0][kHalf + 4 * j + i] : acc[0][4 * j + i];
       }
-      st_shared_float4(from + set * kSetBytes + j * 128 * 16,
-                       make_float4(v[0], v[1], v[2], v[3]));
+      st_shared_float4(to + j * 128 * 16, make_float4(v[0], v[1], v[2], v[3]));
     }
     named_sync<C::kConsumers>(kMeetBarrier);
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
-      const float4 u =
-          ld_shared_float4(from + (1 - set) * kSetBytes + j * 128 * 16);
+      const float4 u = ld_shared_float4(from + j * 128 * 16);
       mine[0][4 * j] += u.x;
       mine[0][4 * j + 1] += u.y;
       mine[0][4 * j + 2] += u.z;

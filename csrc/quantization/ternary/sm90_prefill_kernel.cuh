@@ -4,8 +4,8 @@
 // y^T = W x^T on Hopper's wgmma for many tokens. docs/kernels_prefill.md tells
 // the story; in short:
 //
-//   * One warp feeds the copy engine: per k-block of 128 it brings the tokens'
-//     tile (K-major, swizzled), the packed weights and the scales of the
+//   * Two warps feed the copy engine: per k-block of 128 one brings the tokens'
+//     tile (K-major, swizzled), one the packed weights and the scales of the
 //     block's rows into a ring of shared-memory stages.
 //   * kWarpgroups warpgroups own kTiles tiles of 64 weight rows each. They
 //     decode codes into the A operand in registers while earlier wgmma run, and
@@ -48,20 +48,43 @@ struct Place {
   int cluster, row_part, k_part;
 };
 
-// --- Producer
-// -----------------------------------------------------------------
+// --- Producers
+// ----------------------------------------------------------------
 
+// Calls `load` for every k-block of this block's tiles once its stage is free.
+template <typename C, typename Load>
+__device__ __forceinline__ void produce(const KernelParams& p, const Place& at,
+                                        Load load) {
+  Ring<C::kStages> ring;
+#pragma unroll 1
+  for (int i = at.cluster; i < p.num_tiles; i += p.num_clusters) {
+    const Tile t = locate<C>(p, i, at.row_part, at.k_part);
+#pragma unroll 1
+    for (int kb = t.kb_begin; kb < t.kb_end; ++kb) {
+      mbar_wait_cluster(at.empty + 8 * ring.stage, ring.phase ^ 1);
+      load(t, kb, ring.stage);
+      ring.advance();
+    }
+  }
+  // Nobody leaves while a neighbour may still arrive on its barriers.
+  if (p.multicast > 1) {
+#pragma unroll 1
+    for (int s = 0; s < C::kStages; ++s) {
+      mbar_wait_cluster(at.empty + 8 * ring.stage, ring.phase ^ 1);
+      ring.advance();
+    }
+  }
+}
+
+// Weights and scales do not depend on the previous kernel.
 template <typename C>
-__device__ __forceinline__ void produce(const KernelParams& p, const Maps& maps,
-                                        const Place& at) {
-  const int part = C::kTokens / p.multicast;
-  const uint16_t mask =
-      uint16_t(((1u << p.multicast) - 1) << (at.k_part * p.multicast));
-
-  auto load_weight = [&](const Tile& t, int kb, int stage) {
+__device__ __forceinline__ void produce_weights(const KernelParams& p,
+                                                const Maps& maps,
+                                                const Place& at) {
+  produce<C>(p, at, [&](const Tile& t, int kb, int stage) {
     const uint32_t base = at.stages + stage * C::kStageBytes;
     const uint32_t bar = at.full + 8 * stage;
-    mbar_expect_tx(bar, p.stage_tx_bytes);
+    mbar_expect_tx(bar, p.weight_tx_bytes);
     tma_load(base + C::kCodesAt, maps.w, kb * 128, t.row_tile * 4, bar);
     if constexpr (C::kMode == ScaleMode::kBlock) {
       const int block = C::kGroups > 1            ? kb * p.scales_per_block
@@ -69,12 +92,25 @@ __device__ __forceinline__ void produce(const KernelParams& p, const Maps& maps,
                                                   : kb / p.blocks_per_scale;
       tma_load(base + C::kScalesAt, maps.s, t.row_tile * 64, block, bar);
     }
-  };
-  auto load_tokens = [&](const Tile& t, int kb, int stage) {
+  });
+}
+
+// Tokens do. Each block brings its part of them to all that share its loads.
+template <typename C>
+__device__ __forceinline__ void produce_tokens(const KernelParams& p,
+                                               const Maps& maps,
+                                               const Place& at) {
+  const int part = C::kTokens >> p.multicast_log2;
+  const uint16_t mask =
+      uint16_t(((1u << p.multicast) - 1) << (at.k_part * p.multicast));
+  if (p.chain != Chain::kSecond) wait_for_previous_kernel();
+  if (p.chain == Chain::kFirst) let_next_kernel_start();
+  produce<C>(p, at, [&](const Tile& t, int kb, int stage) {
     const uint32_t dst =
         at.stages + stage * C::kStageBytes + at.row_part * part * 128;
     const uint32_t bar = at.full + 8 * stage;
     const int token = t.token + at.row_part * part;
+    mbar_expect_tx(bar, 2 * C::kHalfBytes);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (p.multicast == 1) {
@@ -85,36 +121,7 @@ __device__ __forceinline__ void produce(const KernelParams& p, const Maps& maps,
                            token, bar, mask);
       }
     }
-  };
-
-  Ring<C::kStages> ring;
-  bool first = true;
-#pragma unroll 1
-  for (int i = at.cluster; i < p.num_tiles; i += p.num_clusters) {
-    const Tile t = locate<C>(p, i, at.row_part, at.k_part);
-    int kb = t.kb_begin;
-    if (first) {
-      // Weights do not depend on the previous kernel: fetch them already.
-      first = false;
-      const int ahead = min(C::kStages, t.kb_end - t.kb_begin);
-#pragma unroll 1
-      for (int s = 0; s < ahead; ++s) load_weight(t, kb + s, s);
-      if (p.chain != Chain::kSecond) wait_for_previous_kernel();
-      if (p.chain == Chain::kFirst) let_next_kernel_start();
-#pragma unroll 1
-      for (int s = 0; s < ahead; ++s, ++kb) {
-        load_tokens(t, kb, s);
-        ring.advance();
-      }
-    }
-#pragma unroll 1
-    for (; kb < t.kb_end; ++kb) {
-      mbar_wait_cluster(at.empty + 8 * ring.stage, ring.phase ^ 1);
-      load_weight(t, kb, ring.stage);
-      load_tokens(t, kb, ring.stage);
-      ring.advance();
-    }
-  }
+  });
 }
 
 // --- Consumers
@@ -140,8 +147,9 @@ __device__ __forceinline__ uint32_t load_scale_pair(DType dtype, uint32_t base,
   }
 }
 
-// Named barriers: 1.. of a warpgroup, and these between neighbours.
+// Named barriers: 1.. of a warpgroup, these between neighbours, and one of all.
 constexpr int kFirstPairBarrier = 8;
+constexpr int kSetupBarrier = 15;
 
 // A warp's place among the consumers; all but `lane` are the same in a warp.
 struct Consumer {
@@ -174,7 +182,8 @@ __device__ __forceinline__ void multiply(
     const bool add = kb > t.kb_begin + me.set;
     mbar_wait(at.full + 8 * ring.stage, ring.phase);
 
-    uint32_t w[C::kTiles][4], scale[C::kTiles][2];
+    uint32_t w[C::kTiles][4];
+    RowScales<T> scale[C::kTiles];
 #pragma unroll
     for (int mt = 0; mt < C::kTiles; ++mt) {
       const uint4 v = ld_shared_v4(base + code_offset + mt * 4 * 512);
@@ -199,13 +208,11 @@ __device__ __forceinline__ void multiply(
                   C::kGroups == 1
                       ? 0
                       : (word + i) * p.scales_per_block / C::kGroups;
-              const uint32_t s = load_scale_pair<T>(
+              scale[mt].set(load_scale_pair<T>(
                   p.scale_dtype, base + C::kScalesAt,
-                  scale_row + (group * C::kRowTiles + mt) * 64);
-              scale[mt][0] = __byte_perm(s, 0, 0x1010);
-              scale[mt][1] = __byte_perm(s, 0, 0x3232);
+                  scale_row + (group * C::kRowTiles + mt) * 64));
             }
-            decode_word_scaled<T>(w[mt][word + i], scale[mt], frag + 8 * i);
+            scale[mt].decode(w[mt][word + i], frag + 8 * i);
           } else {
             decode_word<T>(w[mt][word + i], frag + 8 * i);
           }
@@ -282,8 +289,7 @@ __device__ __forceinline__ void consume(const KernelParams& p, const Maps& maps,
     constexpr int kMine = C::kTokens / C::kSets;
     float mine[C::kTiles][kMine / 2];
     const int first_token = me.set * kMine;
-    meet_sets<C>(at.stages + C::kSumBytes, me.warpgroup, me.set, thread, acc,
-                 mine);
+    meet_sets<C>(at.stages, me.set, thread, acc, mine);
     if (p.split == 1) {
       store_tile<C>(p, maps.y, t, out, me.warpgroup, team, thread, first_token,
                     mine);
@@ -298,11 +304,10 @@ __device__ __forceinline__ void consume(const KernelParams& p, const Maps& maps,
       store_split<C>(p, t, at.stages, out, at.k_part, me.warpgroup, team,
                      me.set, thread);
     }
+    if constexpr (C::kSets > 1) break;  // a block has one tile
   }
-  // Nobody leaves while the copy engine reads its shared memory, or while a
-  // neighbour may still arrive on its barriers.
+  // Nobody leaves while the copy engine reads its shared memory.
   if (thread == 0) bulk_wait_read<0>();
-  if (p.split == 1 && p.multicast > 1) cluster_sync();
   // The end of the second of two launches means the end of both.
   if (p.chain == Chain::kSecond) wait_for_previous_kernel();
   TERNARY_TRACE(7);
@@ -320,44 +325,52 @@ __global__ void __launch_bounds__(C::kThreads, 1)
                    const __grid_constant__ KernelParams p) {
   extern __shared__ uint8_t smem_raw[];
   const Maps maps{&x_map, &w_map, &s_map, &y_map};
-  const int cluster_size = p.split * p.multicast;
-  const int rank = cluster_size == 1 ? 0 : int(cluster_rank());
+  const int cluster_log2 = p.split_log2 + p.multicast_log2;
+  const int rank = cluster_log2 == 0 ? 0 : int(cluster_rank());
   Place at;
   at.stages = (smem_addr(smem_raw) + 1023) & ~1023u;
   at.out = at.stages + C::kOutAt;
   at.full = at.stages + C::kStages * C::kStageBytes + C::kOutBytes;
   at.empty = at.full + 8 * C::kStages;
-  at.row_part = rank % p.multicast;
-  at.k_part = rank / p.multicast;
-  at.cluster = blockIdx.x / cluster_size;
+  at.row_part = rank & (p.multicast - 1);
+  at.k_part = rank >> p.multicast_log2;
+  at.cluster = blockIdx.x >> cluster_log2;
   // Shuffled so that the compiler knows it to be the same in the whole warp.
   const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
 
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < C::kStages; ++i) {
-      mbar_init(at.full + 8 * i, 1);
+  if (warp == C::kConsumers / 32) {
+    const int i = threadIdx.x - C::kConsumers;
+    if (i < C::kStages) {
+      mbar_init(at.full + 8 * i, 2);
       mbar_init(at.empty + 8 * i, 4 * C::kWarpgroups * p.multicast);
+      mbar_init_fence();
+    } else if (i == 31) {
+      prefetch_map(maps.w);
+      if constexpr (C::kMode == ScaleMode::kBlock) prefetch_map(maps.s);
     }
-    mbar_init_fence();
-  } else if (threadIdx.x == C::kConsumers) {
-    prefetch_map(maps.w);
+    __syncwarp();
+  } else if (threadIdx.x == C::kConsumers + 32) {
     prefetch_map(maps.x);
-    if constexpr (C::kMode == ScaleMode::kBlock) prefetch_map(maps.s);
+    prefetch_map(maps.y);
   }
   TERNARY_TRACE(0);
   if (p.chain != Chain::kFirst) let_next_kernel_start();
-  if (cluster_size > 1) {
-    cluster_sync();
+  if (p.multicast > 1) {  // neighbours arrive on each other's barriers
+    cluster_meet();
+  } else if (warp == C::kConsumers / 32) {
+    // Who set up the barriers goes on at once.
+    named_arrive<C::kThreads>(kSetupBarrier);
   } else {
-    __syncthreads();
+    named_sync<C::kThreads>(kSetupBarrier);
   }
 
   if (warp >= C::kConsumers / 32) {
     registers_down<C::kProducerRegs>();
-    if (threadIdx.x == C::kConsumers) produce<C>(p, maps, at);
-    if (cluster_size > 1) {
+    if (threadIdx.x == C::kConsumers) produce_weights<C>(p, maps, at);
+    if (threadIdx.x == C::kConsumers + 32) produce_tokens<C>(p, maps, at);
+    if (p.split > 1) {
       __syncwarp();
-      if (p.split > 1) cluster_sync();
+      cluster_sync();
       cluster_sync();
     }
   } else {

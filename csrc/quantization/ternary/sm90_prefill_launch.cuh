@@ -50,8 +50,14 @@ void launch(const PrefillArgs& whole, const Plan& plan, Rows rows, Chain chain,
   p.token_group = p.token_tiles < kTokenGroup ? p.token_tiles : kTokenGroup;
   p.split = plan.split;
   p.multicast = plan.multicast;
+  for (int n = plan.split; n > 1; n /= 2) ++p.split_log2;
+  for (int n = plan.multicast; n > 1; n /= 2) ++p.multicast_log2;
   for (int g = C::kTokens / 8 / plan.split; g > 1; g /= 2) ++p.groups_log2;
   p.num_tiles = p.row_groups * p.token_tiles;
+  p.by_group = Divider(p.token_group * p.row_groups);
+  p.by_width = Divider(p.token_group);
+  const int rest = p.token_tiles % p.token_group;
+  p.by_last = Divider(rest > 0 ? rest : p.token_group);
   p.num_clusters = plan.split > 1 || C::kSets > 1
                        ? p.num_tiles
                        : std::min(p.num_tiles, num_sms / cluster_size);
@@ -64,11 +70,12 @@ void launch(const PrefillArgs& whole, const Plan& plan, Rows rows, Chain chain,
       a.num_blocks > 1 && a.block_size < 128 ? 128 / a.block_size : 1;
   const bool wide = a.scale_dtype == DType::kFloat;
   const bool half = a.dtype == DType::kHalf;
-  p.stage_tx_bytes = 2 * C::kHalfBytes + C::kCodeBytes;
+  p.weight_tx_bytes = C::kCodeBytes;
   if (C::kMode == ScaleMode::kBlock) {
-    p.stage_tx_bytes += C::kRowTiles * 64 * scale_bytes * p.scales_per_block;
+    p.weight_tx_bytes += C::kRowTiles * 64 * scale_bytes * p.scales_per_block;
   }
-  p.tma_store = a.ldy % 8 == 0 && plan.split == 1;
+  // Where a block has one tile, waiting for the copy engine takes longer.
+  p.tma_store = a.ldy % 8 == 0 && plan.split == 1 && C::kSets == 1;
   p.chain = chain;
 
   const CUtensorMapDataType x_type =

@@ -144,6 +144,15 @@ __device__ __forceinline__ void cluster_sync() {
           : "memory");
 }
 
+// The same without ordering what the threads wrote before, which costs a fence
+// of the whole GPU: barriers have a fence of their own.
+__device__ __forceinline__ void cluster_meet() {
+  asm volatile(
+      "barrier.cluster.arrive.relaxed;\n"
+      "barrier.cluster.wait.acquire;" ::
+          : "memory");
+}
+
 __device__ __forceinline__ uint32_t map_to_rank(uint32_t addr, int rank) {
   uint32_t remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"

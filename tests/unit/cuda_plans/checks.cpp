@@ -202,10 +202,11 @@ RowRange check_prefill(const Launch& l, const Sizes& s) {
   REQUIRE(int(w.box_rows) == row_tiles * 4 && w.box_cols == 128, row_tiles);
   REQUIRE(int(sc.box_cols) == row_tiles * 64, sc.box_cols);
   REQUIRE(int(sc.box_rows) == p.scales_per_block, sc.box_rows);
-  REQUIRE(p.stage_tx_bytes == 2 * x.box_bytes() * p.multicast + w.box_bytes() +
-                                  (block_mode ? sc.box_bytes() : 0),
-          p.stage_tx_bytes);
-  REQUIRE(p.tma_store == (s.N % 8 == 0 && p.split == 1), "tma_store");
+  REQUIRE(
+      p.weight_tx_bytes == w.box_bytes() + (block_mode ? sc.box_bytes() : 0),
+      p.weight_tx_bytes);
+  REQUIRE(p.tma_store == (s.N % 8 == 0 && p.split == 1 && c[5] == 1),
+          "tma_store");
   if (p.tma_store) check_y_map(y, s, begin, p.N);
   if (p.scales_per_block > 1) {
     REQUIRE(128 / p.scales_per_block == s.block && c[4] == 4, s.block);
