@@ -113,8 +113,7 @@ def int8(emulators, cut, x, w, bias=None, seed=0):
 
 
 # Variant, K of each CTA of a cluster, N, and up to how many tokens, by k tiles of a
-# warp. From 11 on half as many warps share K; 14 and 17 are 8 and 11 with sixteen
-# tokens as two CTAs of eight.
+# warp. From 11 on half as many warps share K.
 CUTS_8 = [
     (TWO, 512, 750, 16),  # 1, four warps
     (TWO, 1024, 330, 16),  # 1, two warps
@@ -124,8 +123,6 @@ CUTS_8 = [
     (13, 2048, 70, 16),  # 2, two warps
     (ONE, 3104, 90, 8),  # 1 or 2
     (TWO, 4096, 150, 8),  # 2
-    (14, 3104, 90, 16),  # 1 or 2
-    (17, 1024, 330, 16),  # 2, four warps
 ]
 INT8 = [(i, m) for i, c in enumerate(CUTS_8) for m in (1, 3, 8, 9, 16) if m <= c[3]]
 SCALES = [[(ROW, FLOAT), (ROW, BFLOAT16), (ROW, HALF)], [(128, HALF), (256, HALF)]]
@@ -138,7 +135,7 @@ def size_of(k: int, split: int) -> int:
 
 def some_scales(i: int, m: int, turn: int):
     """Kinds of scales; more than eight tokens of two k tiles leave none but a row's."""
-    kinds = SCALES[:1] if m > 8 and 2 < i < 6 else SCALES
+    kinds = SCALES[:1] if m > 8 and i > 2 else SCALES
     for kind, scales in (
         some(kinds, turn, int(m > 1)) if len(kinds) > 1 else [(0, kinds[0])]
     ):

@@ -12,9 +12,9 @@ from lib.bench.ops import load_ops, random_weight
 DTYPES = [torch.float16, torch.bfloat16]
 NAIVE, OUTSIDE, INSIDE = 0, 1, 3  # of ternary_gemm_w2a8_tuned
 # The kernel with short chains (kDirect of mma_s8.h), quantizing: two CTAs or one of a
-# multiprocessor, half as many warps along K, sixteen tokens as two CTAs of eight; and
-# on tokens quantized before. What it does not take, INSIDE and OUTSIDE do.
-DIRECT = [INSIDE + 16 * variant for variant in (8, 10, 11, 14)] + [OUTSIDE + 16 * 8]
+# multiprocessor, half as many warps along K; and on tokens quantized before. What it
+# does not take, INSIDE and OUTSIDE do.
+DIRECT = [INSIDE + 16 * variant for variant in (8, 10, 11)] + [OUTSIDE + 16 * 8]
 # k tiles of a warp: 1; 1 or 2; 2; more than it takes. Fewer than 16 k tiles leave
 # several warps for one part of K, fewer than 4 are too few.
 DIRECT_K = [160, 512, 640, 1056, 2048, 3104, 4096, 4128, 8192, 14_336]

@@ -11,17 +11,14 @@
 
 namespace vllm::ternary {
 
-// Fills in the cut for CTAs of `tokens` tokens. Variant kDirect lets two CTAs
-// share a multiprocessor, so that the next kernel's may begin, the two after it
-// three and one; three more have half as many warps along K where that leaves
-// each no more than two k tiles, and another six are the same with sixteen
-// tokens as two CTAs of eight. `k_most`: k tiles of a warp. Returns bytes of
-// shared memory, 0 where nothing fits, and leaves the CTAs along N in `groups`.
+// Fills in the cut as cut_direct() does: three variants from kDirect on, and
+// three more with half as many warps along K where that leaves each no more
+// than two k tiles. `k_most`: k tiles of a warp.
 inline int cut_tokens(TokenArgs& a, const MmaConfig& c,
                       const DeviceInfo& device, int tokens, bool row,
                       int& groups, int& k_most) {
   constexpr int kShare[] = {2, 3, 1};
-  const int variant = std::clamp(c.variant - kDirect, 0, 11) % 6;
+  const int variant = std::clamp(c.variant - kDirect, 0, 5);
   int budget = (device.shared_memory + 1024) / kShare[variant % 3] - 1024;
   // Between two products of bytes there is another kernel, whose CTAs would
   // have the next ones meet on a multiprocessor: one of them fills it.
@@ -43,7 +40,7 @@ inline int cut_tokens(TokenArgs& a, const MmaConfig& c,
   // What stays in registers: columns of two k tiles, and where each starts.
   if (k_most > (row || tokens == 8 ? 2 : 1)) return 0;
   a.tokens_log2 = 0;
-  while (1 << a.tokens_log2 < std::min(a.M, tokens)) ++a.tokens_log2;
+  while (1 << a.tokens_log2 < a.M) ++a.tokens_log2;
   const int chunks = kTokenRounds * (kTokenWarps >> a.tokens_log2);
   if (!a.xq && cta_k_tiles > 4 * chunks) return 0;
   a.row_bytes = cta_k_tiles * 512;
@@ -75,8 +72,7 @@ inline int cut_tokens(TokenArgs& a, const MmaConfig& c,
       if (bytes <= budget) {
         // A cluster that finds a multiprocessor empty puts two CTAs there.
         if (a.split > 1) {
-          const int ctas = a.split * ((a.M + tokens - 1) / tokens);
-          groups = std::max(groups, device.processors / ctas);
+          groups = std::max(groups, device.processors / a.split);
         }
         return std::max(bytes, least);
       }
@@ -105,9 +101,8 @@ bool launch_tokens(TokenArgs a, const MmaConfig& c) {
       launch_cut(
           direct_tokens_kernel<T, kInside, kRow, kTokens, kTiles, kRounds>, a,
           c.pdl, device, a.device, raised,
-          dim3(unsigned(a.split), unsigned(groups),
-               unsigned((a.M + kTokens - 1) / kTokens)),
-          kTokenWarps * 32, bytes, a.stream);
+          dim3(unsigned(a.split), unsigned(groups)), kTokenWarps * 32, bytes,
+          a.stream);
     }
     return kExists;
   };
@@ -128,9 +123,8 @@ bool launch_tokens(TokenArgs a, const MmaConfig& c) {
 
 template <typename T, bool kInside, bool kRow>
 bool launch_tokens(const TokenArgs& a, const MmaConfig& c) {
-  const bool eight = a.M <= 8 || c.variant >= kDirect + 6;
-  return eight ? launch_tokens<T, kInside, kRow, 8>(a, c)
-               : launch_tokens<T, kInside, kRow, 16>(a, c);
+  return a.M <= 8 ? launch_tokens<T, kInside, kRow, 8>(a, c)
+                  : launch_tokens<T, kInside, kRow, 16>(a, c);
 }
 
 template <typename T>

@@ -55,13 +55,12 @@ VARIANTS = {
 }
 # The kernels with short chains (kDirect in mma_s8.h), for at most so many tokens. 8, 9
 # and 10: two, three CTAs or one share a multiprocessor; with 8-bit activations 11 to 13
-# are these with half as many warps along K, and from EIGHT on the same six with sixteen
-# tokens as two CTAs of eight.
-DIRECT, EIGHT = 8, 14
+# are these with half as many warps along K.
+DIRECT = 8
 DIRECT_VARIANTS = {
     ("w2a16", "s8"): (2, (8, 9, 10)),
-    ("w2a8", "inside"): (16, (8, 10, 11, 13, 14, 16, 17, 19)),
-    ("w2a8", "s8"): (16, (8, 11, 14, 17)),
+    ("w2a8", "inside"): (16, (8, 10, 11, 13)),
+    ("w2a8", "s8"): (16, (8, 11)),
 }
 # As ternary_gemm_w2a8_tuned numbers them.
 TUNED_W2A8 = {"s8": 1, "sm90": 2, "inside": 3}
@@ -90,8 +89,6 @@ def candidates(op: str, size_m: int) -> Iterator[dict[str, Any]]:
         variants = range(next((n for top, n in counts.items() if size_m <= top), 1))
         most, direct = DIRECT_VARIANTS.get((op, kernel), (0, ()))
         for variant in (*variants, *(direct if size_m <= most else ())):
-            if variant >= EIGHT and size_m <= 8:
-                continue
             for split in SPLITS if few else SPLITS[::2]:
                 if kernel == "inside" and variant >= DIRECT and split > 2:
                     continue  # no more than two CTAs tell each other largest values
