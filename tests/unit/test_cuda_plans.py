@@ -412,6 +412,14 @@ def test_the_table_names_kernels_that_run(plans: Plans) -> None:
         assert not w2a8 or all(inside) == (kernel == 2), found
 
 
+def test_few_multiprocessors_are_for_few_rows() -> None:
+    """Else smaller neighbours leave some idle that the measured layer did not."""
+    header = (SOURCES / "dispatch_table.h").read_text()
+    for entry in re.findall(r"\{\d+, (\d+), \d+, \d, \d, (\d+), \d+\}", header):
+        n, sixths = map(int, entry)
+        assert sixths >= 6 or n <= tune.FEW_ROWS, entry
+
+
 def test_what_the_direct_kernels_do_not_take(plans: Plans) -> None:
     """Goes to the fastest of the other kernels, not to these with the same cut."""
     own = "S8Input)1"  # every thread block quantizes the tokens

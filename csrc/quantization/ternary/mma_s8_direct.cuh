@@ -22,8 +22,11 @@ inline int floor_log2(int v) {
 __device__ __forceinline__ void pin(uint32_t& v) { asm volatile("" : "+r"(v)); }
 __device__ __forceinline__ void pin(int& v) { asm volatile("" : "+r"(v)); }
 template <typename P>
-__device__ __forceinline__ void pin(P*& v) {
+__device__ __forceinline__ void pin(P*& v) {  // into global memory
   asm volatile("" : "+l"(v));
+#ifdef __CUDACC__
+  __builtin_assume(__isGlobal(v));  // else loads and stores are generic ones
+#endif
 }
 
 // Eight values of x, k .. k + 3 and k + 16 .. k + 19, whose bytes are eight in
