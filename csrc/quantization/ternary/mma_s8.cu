@@ -62,6 +62,18 @@ MmaConfig without_direct(MmaConfig config) {
   return config;
 }
 
+// Tokens as they are, to be quantized, or as bytes.
+template <typename Args>
+void set_tokens(Args& a, const W2A8Args& g, const QuantArgs* quant) {
+  if (quant) {
+    a.x = quant->x;
+    a.ldx = quant->ldx;
+  } else {
+    a.xq = g.xq;
+    a.xs = g.xs;
+  }
+}
+
 }  // namespace
 
 bool mma_s8_supported(const W2A8Args& g) {
@@ -87,13 +99,7 @@ bool mma_s8_direct(const W2A8Args& g, const MmaConfig& config,
   a.all_k_tiles = g.K_pad / 128;
   a.block_shift = int(block_shift(g));
   a.last_block = g.num_blocks - 1;
-  if (quant) {
-    a.x = quant->x;
-    a.ldx = quant->ldx;
-  } else {
-    a.xq = g.xq;
-    a.xs = g.xs;
-  }
+  set_tokens(a, g, quant);
   const bool row = scale == S8Scale::kRow;
   return g.dtype == DType::kHalf ? mma_s8_tokens_half(a, config, row)
                                  : mma_s8_tokens_bfloat16(a, config, row);
@@ -104,12 +110,8 @@ void mma_s8_gemm(const W2A8Args& g, const MmaConfig& config,
   if (mma_s8_direct(g, config, quant)) return;
   const MmaConfig c = without_direct(config);
   S8Args a = s8(g);
-  if (quant) {
-    a.x = quant->x;
-    a.ldx = quant->ldx;
-  } else {
-    a.xq = g.xq;
-    a.xs = g.xs;
+  set_tokens(a, g, quant);
+  if (!quant) {
     a.xsum = g.xsum;
     a.xsum_tiles = g.xsum_tiles;
   }

@@ -88,18 +88,27 @@ __device__ __forceinline__ void load_columns(uint32_t column, int kt,
   ldmatrix_x4(b[1], column + kt * 128 + 64);
 }
 
-// Where the sums of a k tile start: codes t + 1 add the sum of each column,
-// rows 8..15 at 4 times the code. Made by the tensor cores.
-__device__ __forceinline__ void start_of(const uint32_t (&b)[2][4],
-                                         int (&start)[4]) {
+// The sums of a lane's two columns over a k tile, made by the tensor cores.
+__device__ __forceinline__ void sum_columns(const uint32_t (&b)[2][4],
+                                            int (&sums)[2]) {
   const uint32_t ones[4] = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
   int d[4] = {}, e[4] = {};
   mma_s8(d, ones, b[0][0], b[0][1]);
   mma_s8(e, ones, b[0][2], b[0][3]);
   mma_s8(d, ones, b[1][0], b[1][1]);
   mma_s8(e, ones, b[1][2], b[1][3]);
-  start[0] = -(d[0] + e[0]);
-  start[1] = -(d[1] + e[1]);
+  sums[0] = d[0] + e[0];
+  sums[1] = d[1] + e[1];
+}
+
+// Where the sums of a k tile start: codes t + 1 add the sum of each column,
+// rows 8..15 at 4 times the code.
+__device__ __forceinline__ void start_of(const uint32_t (&b)[2][4],
+                                         int (&start)[4]) {
+  int sums[2];
+  sum_columns(b, sums);
+  start[0] = -sums[0];
+  start[1] = -sums[1];
   start[2] = 4 * start[0];
   start[3] = 4 * start[1];
 }

@@ -79,13 +79,9 @@ __device__ __forceinline__ void magic_digits_of(const float (&values)[4],
 // What the sums of a k tile have too much under decode_high(), for codes are t
 // + 1: 16 times the sums of the lane's two columns, in units of the second.
 __device__ __forceinline__ int excess_of(const uint32_t (&b)[2][4]) {
-  const uint32_t ones[4] = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
-  int d[4] = {}, e[4] = {};
-  mma_s8(d, ones, b[0][0], b[0][1]);
-  mma_s8(e, ones, b[0][2], b[0][3]);
-  mma_s8(d, ones, b[1][0], b[1][1]);
-  mma_s8(e, ones, b[1][2], b[1][3]);
-  return (d[0] + e[0]) * 4096 + (d[1] + e[1]) * 16;
+  int sums[2];
+  sum_columns(b, sums);
+  return sums[0] * 4096 + sums[1] * 16;
 }
 
 }  // namespace vllm::ternary
