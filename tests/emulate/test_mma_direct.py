@@ -98,14 +98,14 @@ def test_16_bits_that_are_no_number(emulators, bad, dtype):
         assert torch.equal(y[0], good[0])
 
 
-def int8(emulators, cut, x, w, bias=None, seed=0):
+def int8(emulators, cut, x, w, bias=None, seed=0, name=None):
     """By the kernel for 8-bit activations, or, of a variant below, by the other one."""
     emulator = emulators[900]
     tiles = w.num_blocks > 1
     q = harness.quantize_arguments(emulator, x, None, 1, w.k_pad, H200, tiles)
     a = harness.w2a8_arguments(emulator, w, bias, [w.size_n], x.shape[0], x.dtype, H200)
     emulator.withhold(q.x, a.y)
-    name = "mma_s8_direct" if cut[0] >= TWO else "mma_s8"
+    name = name or ("mma_s8_direct" if cut[0] >= TWO else "mma_s8")
     emulator.call(name, a, cut, q, seed=seed)
     y = emulator.get(a.y)
     emulator.free()
@@ -230,14 +230,9 @@ def test_what_they_leave_to_the_others(emulators, variant, dtype):
             int8(emulators, [variant, 2, 1], x, w, bias)
     for m, n, k in sizes[:2] + sizes[3:]:
         x, w, bias = case(m, m, n, k, (128, ROW)[m % 2], dtype)
-        emulator = emulators[900]
-        tiles = w.num_blocks > 1
-        q = harness.quantize_arguments(emulator, x, None, 1, w.k_pad, H200, tiles)
-        a = harness.w2a8_arguments(emulator, w, bias, [n], m, dtype, H200)
-        emulator.call("mma_s8", a, [variant, 2, 1], q)
+        y = int8(emulators, [variant, 2, 1], x, w, bias, name="mma_s8")
         expected = harness.expected_int8(x, w.dense(), bias)
-        assert harness.error(emulator.get(a.y), expected) < TOLERANCE[dtype]
-        emulator.free()
+        assert harness.error(y, expected) < TOLERANCE[dtype]
     # Tokens that come as bytes, of two parts.
     rng = np.random.default_rng(variant)
     w = harness.make_weight(rng, 90, 1024, ROW)

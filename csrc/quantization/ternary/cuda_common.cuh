@@ -98,6 +98,15 @@ __device__ __forceinline__ uint32_t low_bytes(uint32_t a, uint32_t b,
                      0x5410);
 }
 
+// The larger of `top` and the magnitudes of two values, in each half of a word;
+// as 16-bit integers, among which infinity and NaN are the largest.
+__device__ __forceinline__ uint32_t raise_largest(uint32_t top, uint32_t pair) {
+  return __vmaxu2(top, pair & 0x7fff7fffu);
+}
+__device__ __forceinline__ uint32_t larger_half(uint32_t top) {
+  return max(top & 0xffffu, top >> 16);
+}
+
 // Four values in the bytes of a word.
 __device__ __forceinline__ uint32_t quantize_four(const float (&v)[4],
                                                   float factor) {
@@ -105,6 +114,31 @@ __device__ __forceinline__ uint32_t quantize_four(const float (&v)[4],
 #pragma unroll
   for (int c = 0; c < 4; ++c) q[c] = round_to_byte(v[c], factor);
   return low_bytes(q[0], q[1], q[2], q[3]);
+}
+
+// Sixteen values, k ... k + 7 in `low` and k + 16 ... k + 23 in `high`: the
+// largest magnitude as in raise_largest(), and what quantize_four() makes of
+// them, in the order of an int8 operand.
+__device__ __forceinline__ uint32_t raise_largest(uint32_t top,
+                                                  const uint4& v) {
+  top = raise_largest(top, v.x);
+  top = raise_largest(top, v.y);
+  top = raise_largest(top, v.z);
+  return raise_largest(top, v.w);
+}
+template <typename T>
+__device__ __forceinline__ void quantize_sixteen(const uint4& low,
+                                                 const uint4& high,
+                                                 float factor,
+                                                 uint32_t (&out)[4]) {
+  const uint32_t p[4] = {low.x, low.y, low.z, low.w};
+  const uint32_t q[4] = {high.x, high.y, high.z, high.w};
+#pragma unroll
+  for (int t = 0; t < 4; ++t) {
+    const float values[4] = {value_of<T, 0>(p[t]), value_of<T, 0>(q[t]),
+                             value_of<T, 1>(p[t]), value_of<T, 1>(q[t])};
+    out[t] = quantize_four(values, factor);
+  }
 }
 
 // AutoBitLinear's numbers of a token whose largest magnitude is `largest`: what

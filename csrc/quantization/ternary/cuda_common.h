@@ -14,6 +14,13 @@
 
 namespace vllm::ternary {
 
+// Of 1 and more.
+inline int floor_log2(int v) {
+  int log2 = 0;
+  while ((2 << log2) <= v) ++log2;
+  return log2;
+}
+
 // The arguments of every 16-bit product; sm90_prefill.h states what they
 // promise.
 using GemmArgs = PrefillArgs;

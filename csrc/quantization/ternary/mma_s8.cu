@@ -94,11 +94,8 @@ bool mma_s8_direct(const W2A8Args& g, const MmaConfig& config,
     return false;
   }
   TokenArgs a = common<TokenArgs>(g);
-  a.weight = g.weight;
+  set_weight(a, g);
   a.ldy = g.N;
-  a.all_k_tiles = g.K_pad / 128;
-  a.block_shift = int(block_shift(g));
-  a.last_block = g.num_blocks - 1;
   set_tokens(a, g, quant);
   const bool row = scale == S8Scale::kRow;
   return g.dtype == DType::kHalf ? mma_s8_tokens_half(a, config, row)

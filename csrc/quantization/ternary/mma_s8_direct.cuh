@@ -11,10 +11,22 @@
 
 namespace vllm::ternary {
 
-inline int floor_log2(int v) {
-  int log2 = 0;
-  while ((2 << log2) <= v) ++log2;
-  return log2;
+// What their arguments say of the weight.
+template <typename Args, typename Product>
+void set_weight(Args& a, const Product& g) {
+  a.weight = g.weight;
+  a.all_k_tiles = g.K_pad / 128;
+  a.block_shift = int(block_shift(g));
+  a.last_block = g.num_blocks - 1;
+}
+
+// Bytes of shared memory that a CTA may have. Variant kDirect lets two CTAs
+// share a multiprocessor, so that the next kernel's may begin, the two after it
+// three and one, and so on.
+inline int direct_budget(const DeviceInfo& device, int variant) {
+  constexpr int kShare[] = {2, 3, 1};
+  // A kilobyte per CTA is the system's.
+  return (device.shared_memory + 1024) / kShare[(variant - kDirect) % 3] - 1024;
 }
 
 // Keeps a value in a register from here on, instead of made anew where it is
@@ -29,46 +41,6 @@ __device__ __forceinline__ void pin(P*& v) {  // into global memory
 #endif
 }
 
-// Eight values of x, k .. k + 3 and k + 16 .. k + 19, whose bytes are eight in
-// a row. A lane's are at k0 = kt0 * 128 + this, and every 256 further on.
-__device__ __forceinline__ int eight_position(int lane) {
-  return (lane >> 2) * 32 + (lane & 3) * 4;
-}
-
-struct Eight {
-  uint2 v[2];
-
-  template <typename T>
-  __device__ __forceinline__ void load(const T* row, int k, bool valid) {
-    v[0] = v[1] = make_uint2(0, 0);
-    if (!valid) return;
-    v[0] = *reinterpret_cast<const uint2*>(row + k);
-    v[1] = *reinterpret_cast<const uint2*>(row + k + 16);
-  }
-
-  // The larger of `top` and the magnitudes here, in each half of a word, as
-  // 16-bit integers, among which infinity and NaN are the largest.
-  __device__ __forceinline__ uint32_t largest(uint32_t top) const {
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      top = __vmaxu2(top, v[c].x & 0x7fff7fffu);
-      top = __vmaxu2(top, v[c].y & 0x7fff7fffu);
-    }
-    return top;
-  }
-
-  // The values of word t, in the order of its bytes.
-  template <typename T>
-  __device__ __forceinline__ void values(int t, float (&out)[4]) const {
-    const float2 p = unpack_two<T>(t ? v[0].y : v[0].x);
-    const float2 q = unpack_two<T>(t ? v[1].y : v[1].x);
-    out[0] = p.x;
-    out[1] = q.x;
-    out[2] = p.y;
-    out[3] = q.y;
-  }
-};
-
 __device__ __forceinline__ void store_shared_8(uint32_t at,
                                                const uint32_t (&v)[2]) {
   asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(v[0]),
@@ -78,6 +50,13 @@ __device__ __forceinline__ void store_shared_8(uint32_t at,
 
 __device__ __forceinline__ void store_shared_4(uint32_t at, uint32_t v) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_16(uint32_t at,
+                                                const uint32_t (&v)[4]) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v[0]),
+               "r"(v[1]), "r"(v[2]), "r"(v[3])
+               : "memory");
 }
 
 // The columns of a k tile as B operands; `column` is the lane's address in
@@ -99,18 +78,6 @@ __device__ __forceinline__ void sum_columns(const uint32_t (&b)[2][4],
   mma_s8(e, ones, b[1][2], b[1][3]);
   sums[0] = d[0] + e[0];
   sums[1] = d[1] + e[1];
-}
-
-// Where the sums of a k tile start: codes t + 1 add the sum of each column,
-// rows 8..15 at 4 times the code.
-__device__ __forceinline__ void start_of(const uint32_t (&b)[2][4],
-                                         int (&start)[4]) {
-  int sums[2];
-  sum_columns(b, sums);
-  start[0] = -sums[0];
-  start[1] = -sums[1];
-  start[2] = 4 * start[0];
-  start[3] = 4 * start[1];
 }
 
 }  // namespace vllm::ternary

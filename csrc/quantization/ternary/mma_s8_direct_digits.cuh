@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kDigitsWarps * 32, 2)
   #pragma unroll
     for (int j = 0; j < kRounds; ++j) top = x[m][j].largest(top);
     if (kOdd) top = rest[m].largest(top);
-    top = __reduce_max_sync(~0u, max(top & 0xffffu, top >> 16));
+    top = __reduce_max_sync(~0u, larger_half(top));
     unit_of[m] = digit_unit<T>(top);
   }
   #pragma unroll

@@ -13,16 +13,12 @@ namespace vllm::ternary {
 
 constexpr int kDigitsKTiles = 10;  // of a warp, at most
 
-// Fills in the cut for `tokens` tokens. Variant kDirect lets two CTAs share a
-// multiprocessor, so that the next kernel's may begin, the two after it three
-// and one. Returns bytes of shared memory, 0 where nothing fits, and leaves the
-// number of CTAs along N in `groups`.
+// Fills in the cut for `tokens` tokens. Returns bytes of shared memory, 0 where
+// nothing fits, and leaves the number of CTAs along N in `groups`.
 inline int cut_digits(DigitsArgs& a, const GemmArgs& g, const MmaConfig& c,
                       const DeviceInfo& device, int tokens, int& groups) {
-  constexpr int kShare[] = {2, 3, 1};
-  const int share = kShare[std::clamp(c.variant - kDirect, 0, 2)];
-  // A kilobyte per CTA is the system's.
-  const int budget = (device.shared_memory + 1024) / share - 1024;
+  const int budget =
+      direct_budget(device, std::clamp(c.variant, kDirect, kDirect + 2));
   const int row_tiles = g.N_pad / 16;
   a.split_log2 = floor_log2(std::clamp(c.split, 1, std::min(a.all_k_tiles, 8)));
   a.split = 1 << a.split_log2;
@@ -81,7 +77,6 @@ bool launch_digits(const DigitsArgs& a, const DeviceInfo& device, int groups,
 template <typename T, int kTokens>
 bool launch_direct_digits(const GemmArgs& g, const MmaConfig& c) {
   DigitsArgs a{};
-  a.weight = g.weight;
   a.scale = static_cast<const half*>(g.scale);
   a.x = g.x;
   a.ldx = g.ldx;
@@ -91,9 +86,7 @@ bool launch_direct_digits(const GemmArgs& g, const MmaConfig& c) {
   a.N = g.N;
   a.K = g.K;
   a.N_pad = g.N_pad;
-  a.all_k_tiles = g.K_pad / 128;
-  a.block_shift = int(block_shift(g));
-  a.last_block = g.num_blocks - 1;
+  set_weight(a, g);
   a.device = g.device;
   a.stream = g.stream;
   const DeviceInfo& device = device_info(g.device);

@@ -19,6 +19,45 @@ __device__ __forceinline__ void decode_high(uint32_t w, uint32_t (&a)[4]) {
   a[3] = w & 0xC0C0C0C0u;
 }
 
+// Eight values of x, k .. k + 3 and k + 16 .. k + 19, whose bytes are eight in
+// a row. A lane's are at k0 = kt0 * 128 + this, and every 256 further on.
+__device__ __forceinline__ int eight_position(int lane) {
+  return (lane >> 2) * 32 + (lane & 3) * 4;
+}
+
+struct Eight {
+  uint2 v[2];
+
+  template <typename T>
+  __device__ __forceinline__ void load(const T* row, int k, bool valid) {
+    v[0] = v[1] = make_uint2(0, 0);
+    if (!valid) return;
+    v[0] = *reinterpret_cast<const uint2*>(row + k);
+    v[1] = *reinterpret_cast<const uint2*>(row + k + 16);
+  }
+
+  // As raise_largest().
+  __device__ __forceinline__ uint32_t largest(uint32_t top) const {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      top = raise_largest(top, v[c].x);
+      top = raise_largest(top, v[c].y);
+    }
+    return top;
+  }
+
+  // The values of word t, in the order of its bytes.
+  template <typename T>
+  __device__ __forceinline__ void values(int t, float (&out)[4]) const {
+    const float2 p = unpack_two<T>(t ? v[0].y : v[0].x);
+    const float2 q = unpack_two<T>(t ? v[1].y : v[1].x);
+    out[0] = p.x;
+    out[1] = q.x;
+    out[2] = p.y;
+    out[3] = q.y;
+  }
+};
+
 // Four values of x, k, k + 1, k + 16 and k + 17, whose bytes are a word.
 __device__ __forceinline__ int four_position(int lane) {
   return (lane >> 3) * 32 + ((lane >> 1) & 3) * 4 + (lane & 1) * 2;
@@ -35,10 +74,9 @@ struct Four {
     v[1] = *reinterpret_cast<const uint32_t*>(at + 16);
   }
 
-  // As Eight::largest().
+  // As raise_largest().
   __device__ __forceinline__ uint32_t largest(uint32_t top) const {
-    top = __vmaxu2(top, v[0] & 0x7fff7fffu);
-    return __vmaxu2(top, v[1] & 0x7fff7fffu);
+    return raise_largest(raise_largest(top, v[0]), v[1]);
   }
 
   template <typename T>
@@ -66,14 +104,9 @@ __device__ __forceinline__ void magic_digits_of(const float (&values)[4],
     const float lo = fmaf(rest, 32768.0f, kMagic);
     of[c] = __byte_perm(__float_as_uint(lo), __float_as_uint(hi), 0x5410);
   }
-  const uint32_t low01 = __byte_perm(of[0], of[1], 0x5140);
-  const uint32_t low23 = __byte_perm(of[2], of[3], 0x5140);
-  const uint32_t high01 = __byte_perm(of[0], of[1], 0x7362);
-  const uint32_t high23 = __byte_perm(of[2], of[3], 0x7362);
-  out[3] = __byte_perm(low01, low23, 0x5410) ^ 0x80808080u;
-  out[2] = __byte_perm(low01, low23, 0x7632);
-  out[1] = __byte_perm(high01, high23, 0x5410) ^ 0x80808080u;
-  out[0] = __byte_perm(high01, high23, 0x7632);
+  bytes_by_place(of, out);
+  out[3] ^= 0x80808080u;
+  out[1] ^= 0x80808080u;
 }
 
 // What the sums of a k tile have too much under decode_high(), for codes are t

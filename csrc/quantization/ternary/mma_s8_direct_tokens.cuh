@@ -49,6 +49,18 @@ struct TokenArgs {
   cudaStream_t stream;
 };
 
+// Where the sums of a k tile start: codes t + 1 add the sum of each column,
+// rows 8..15 at 4 times the code.
+__device__ __forceinline__ void start_of(const uint32_t (&b)[2][4],
+                                         int (&start)[4]) {
+  int sums[2];
+  sum_columns(b, sums);
+  start[0] = -sums[0];
+  start[1] = -sums[1];
+  start[2] = 4 * start[0];
+  start[3] = 4 * start[1];
+}
+
 // d = start + the product of a lane's words of a tile of 16 x 128 codes and
 // kSets times eight columns.
 template <int kSets>
@@ -233,19 +245,13 @@ __global__ void __launch_bounds__(kTokenWarps * 32, kInside ? 2 : 1)
         x[j][1] = *reinterpret_cast<const uint4*>(from + j * k_step + 16);
       }
     }
-    // Infinity and NaN are larger than numbers.
     uint32_t top = 0;
   #pragma unroll
     for (int j = 0; j < kRounds; ++j) {
   #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        top = __vmaxu2(top, x[j][h].x & 0x7fff7fffu);
-        top = __vmaxu2(top, x[j][h].y & 0x7fff7fffu);
-        top = __vmaxu2(top, x[j][h].z & 0x7fff7fffu);
-        top = __vmaxu2(top, x[j][h].w & 0x7fff7fffu);
-      }
+      for (int h = 0; h < 2; ++h) top = raise_largest(top, x[j][h]);
     }
-    largest = __reduce_max_sync(~0u, max(top & 0xffffu, top >> 16));
+    largest = __reduce_max_sync(~0u, larger_half(top));
     if (entries > 1) {
       if (a.split == 1) {
         if (lane == 0) store_shared_4(most + slot * 4, largest);
@@ -267,19 +273,9 @@ __global__ void __launch_bounds__(kTokenWarps * 32, kInside ? 2 : 1)
   #pragma unroll
     for (int j = 0; j < kRounds; ++j) {
       if (j * k_step >= to_store) continue;
-      const uint32_t p[4] = {x[j][0].x, x[j][0].y, x[j][0].z, x[j][0].w};
-      const uint32_t q[4] = {x[j][1].x, x[j][1].y, x[j][1].z, x[j][1].w};
       uint32_t out[4];
-  #pragma unroll
-      for (int t = 0; t < 4; ++t) {
-        const float values[4] = {value_of<T, 0>(p[t]), value_of<T, 0>(q[t]),
-                                 value_of<T, 1>(p[t]), value_of<T, 1>(q[t])};
-        out[t] = quantize_four(values, factor);
-      }
-      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to_column +
-                                                                    j * k_step),
-                   "r"(out[0]), "r"(out[1]), "r"(out[2]), "r"(out[3])
-                   : "memory");
+      quantize_sixteen<T>(x[j][0], x[j][1], factor, out);
+      store_shared_16(to_column + j * k_step, out);
     }
   } else {
     const int8_t* bytes = a.xq + int64_t(token) * a.all_k_tiles * 128 +

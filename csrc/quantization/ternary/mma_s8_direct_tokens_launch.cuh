@@ -11,15 +11,14 @@
 
 namespace vllm::ternary {
 
-// Fills in the cut as cut_direct() does: three variants from kDirect on, and
+// Fills in the cut as cut_digits() does: three variants from kDirect on, and
 // three more with half as many warps along K where that leaves each no more
 // than two k tiles. `k_most`: k tiles of a warp.
 inline int cut_tokens(TokenArgs& a, const MmaConfig& c,
                       const DeviceInfo& device, int tokens, bool row,
                       int& groups, int& k_most) {
-  constexpr int kShare[] = {2, 3, 1};
   const int variant = std::clamp(c.variant - kDirect, 0, 5);
-  int budget = (device.shared_memory + 1024) / kShare[variant % 3] - 1024;
+  int budget = direct_budget(device, kDirect + variant);
   // Between two products of bytes there is another kernel, whose CTAs would
   // have the next ones meet on a multiprocessor: one of them fills it.
   const int least = a.xq ? device.shared_memory / 2 + 1024 : 0;

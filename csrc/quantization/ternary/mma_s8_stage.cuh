@@ -155,13 +155,12 @@ struct Unit {
     out[3] = q.y;
   }
 
-  // Raises *most to the largest magnitude of eight lanes, which share a row; as
-  // 16-bit integers, among which infinity and NaN are the largest.
+  // Raises *most to the largest magnitude of eight lanes, which share a row.
   __device__ __forceinline__ void largest(uint32_t* most, bool valid) const {
     uint32_t top = 0;
 #pragma unroll
-    for (int c = 0; c < 8; ++c) top = __vmaxu2(top, word(c) & 0x7fff7fffu);
-    top = max(top & 0xffffu, top >> 16);
+    for (int c = 0; c < 8; ++c) top = raise_largest(top, word(c));
+    top = larger_half(top);
 #pragma unroll
     for (int d = 1; d < 8; d *= 2) {
       top = max(top, __shfl_xor_sync(~0u, top, d));
@@ -227,6 +226,19 @@ __device__ __forceinline__ DigitUnit digit_unit(uint32_t top) {
                              : __uint_as_float(0x7fffffffu)};
 }
 
+// out[d]: byte 3 - d of each of four words.
+__device__ __forceinline__ void bytes_by_place(const uint32_t (&of)[4],
+                                               uint32_t (&out)[4]) {
+  const uint32_t low01 = __byte_perm(of[0], of[1], 0x5140);
+  const uint32_t low23 = __byte_perm(of[2], of[3], 0x5140);
+  const uint32_t high01 = __byte_perm(of[0], of[1], 0x7362);
+  const uint32_t high23 = __byte_perm(of[2], of[3], 0x7362);
+  out[3] = __byte_perm(low01, low23, 0x5410);
+  out[2] = __byte_perm(low01, low23, 0x7632);
+  out[1] = __byte_perm(high01, high23, 0x5410);
+  out[0] = __byte_perm(high01, high23, 0x7632);
+}
+
 // out[d]: digit d of the integers of four values, highest first.
 __device__ __forceinline__ void digits_of(const float (&values)[4], float up,
                                           uint32_t (&out)[4]) {
@@ -236,14 +248,7 @@ __device__ __forceinline__ void digits_of(const float (&values)[4], float up,
     const int n = __float2int_rn(values[c] * up * 32768.0f);
     of[c] = (uint32_t(n) + 0x00808080u) ^ 0x00808080u;
   }
-  const uint32_t low01 = __byte_perm(of[0], of[1], 0x5140);
-  const uint32_t low23 = __byte_perm(of[2], of[3], 0x5140);
-  const uint32_t high01 = __byte_perm(of[0], of[1], 0x7362);
-  const uint32_t high23 = __byte_perm(of[2], of[3], 0x7362);
-  out[3] = __byte_perm(low01, low23, 0x5410);
-  out[2] = __byte_perm(low01, low23, 0x7632);
-  out[1] = __byte_perm(high01, high23, 0x5410);
-  out[0] = __byte_perm(high01, high23, 0x7632);
+  bytes_by_place(of, out);
 }
 
 // W2A16: every value as a signed integer of 30 bits in units of 2^(e - 30),

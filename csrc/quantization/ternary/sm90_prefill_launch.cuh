@@ -50,9 +50,9 @@ void launch(const PrefillArgs& whole, const Plan& plan, Rows rows, Chain chain,
   p.token_group = p.token_tiles < kTokenGroup ? p.token_tiles : kTokenGroup;
   p.split = plan.split;
   p.multicast = plan.multicast;
-  for (int n = plan.split; n > 1; n /= 2) ++p.split_log2;
-  for (int n = plan.multicast; n > 1; n /= 2) ++p.multicast_log2;
-  for (int g = C::kTokens / 8 / plan.split; g > 1; g /= 2) ++p.groups_log2;
+  p.split_log2 = floor_log2(plan.split);
+  p.multicast_log2 = floor_log2(plan.multicast);
+  p.groups_log2 = floor_log2(C::kTokens / 8 / plan.split);
   p.num_tiles = p.row_groups * p.token_tiles;
   p.by_group = Divider(p.token_group * p.row_groups);
   p.by_width = Divider(p.token_group);

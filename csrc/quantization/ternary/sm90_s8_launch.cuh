@@ -36,7 +36,7 @@ void launch(const W2A8Args& a, const Plan& plan, int num_sms) {
   p.token_tiles = (a.M + C::kTokens - 1) / C::kTokens;
   p.token_group = std::min(p.token_tiles, kTokenGroup);
   p.split = plan.split;
-  for (int g = C::kTokens / 8 / plan.split; g > 1; g /= 2) ++p.groups_log2;
+  p.groups_log2 = floor_log2(C::kTokens / 8 / plan.split);
   const int num_tiles = p.row_groups * p.token_tiles;
   p.num_clusters = plan.split > 1 ? num_tiles : std::min(num_tiles, num_sms);
   p.dtype = a.dtype;

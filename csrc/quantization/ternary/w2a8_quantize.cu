@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(max_threads(kUnits), kUnits == 1 ? 2 : 1)
           uint32_t w[8];
           words(i, w);
 #pragma unroll
-          for (int c = 0; c < 8; ++c) most = __vmaxu2(most, w[c] & 0x7fff7fffu);
+          for (int c = 0; c < 8; ++c) most = raise_largest(most, w[c]);
         }
       }
       if (!kNorm) {
@@ -253,30 +253,18 @@ __global__ void __launch_bounds__(1024, 1)
   uint4 low = make_uint4(0, 0, 0, 0), high = low;
   if (left >= 8) low = *reinterpret_cast<const uint4*>(x);
   if (left >= 24) high = *reinterpret_cast<const uint4*>(x + 16);
-  const uint32_t p[4] = {low.x, low.y, low.z, low.w};
-  const uint32_t q[4] = {high.x, high.y, high.z, high.w};
-  // As integers, so that infinity and NaN compare above every number.
-  uint32_t most = 0;
-#pragma unroll
-  for (int t = 0; t < 4; ++t) {
-    most = __vmaxu2(most, p[t] & 0x7fff7fffu);
-    most = __vmaxu2(most, q[t] & 0x7fff7fffu);
-  }
-  most = __reduce_max_sync(~0u, max(most & 0xffffu, most >> 16));
+  uint32_t most = raise_largest(raise_largest(0, low), high);
+  most = __reduce_max_sync(~0u, larger_half(most));
   if (lane == 0) shared_max[warp] = most;
   __syncthreads();
   most = __reduce_max_sync(~0u, lane < warps ? shared_max[lane] : 0u);
   const float largest = to_float(reinterpret_cast<const T&>(most));
   const float factor = token_factor(largest);
   uint32_t out[4];
+  quantize_sixteen<T>(low, high, factor, out);
   int sum = 0;
 #pragma unroll
-  for (int t = 0; t < 4; ++t) {
-    const float values[4] = {value_of<T, 0>(p[t]), value_of<T, 0>(q[t]),
-                             value_of<T, 1>(p[t]), value_of<T, 1>(q[t])};
-    out[t] = quantize_four(values, factor);
-    sum = __dp4a(int(out[t]), 0x01010101, sum);
-  }
+  for (int t = 0; t < 4; ++t) sum = __dp4a(int(out[t]), 0x01010101, sum);
   if (valid) {
     *reinterpret_cast<uint4*>(xq) = make_uint4(out[0], out[1], out[2], out[3]);
   } else {

@@ -54,12 +54,7 @@ void check_digits(const Launch& l, const Sizes& s) {
   REQUIRE(!held || (k_most == held && k_least >= held - 1), k_most, held);
   REQUIRE(k_most <= 2 * rounds + (held & 1), k_most, rounds);
   REQUIRE(a.pitch == column_pitch(k_most), a.pitch, k_most);
-  for (int kt = 0; kt < a.all_k_tiles; ++kt) {
-    const int block = std::min(kt >> a.block_shift, a.last_block);
-    REQUIRE(s.num_blocks == 1 ? block == 0 : block == kt * 128 / s.block,
-            "block", block, "of k tile", kt);
-  }
-  REQUIRE(int64_t(s.num_blocks) * s.N_pad <= UINT32_MAX, "scales");
+  check_tile_blocks(a, s);
 
   // Every row tile is one CTA's.
   Cover rows;

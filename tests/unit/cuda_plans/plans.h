@@ -102,6 +102,18 @@ struct Sizes {
   const int* ends = nullptr;
   int share = 1;  // CTAs that a multiprocessor must have room for
 };
+// The block of scales of each k tile, which the kernels with short chains find
+// by a shift.
+template <typename Args>
+void check_tile_blocks(const Args& a, const Sizes& s) {
+  for (int kt = 0; kt < a.all_k_tiles; ++kt) {
+    const int block = std::min(kt >> a.block_shift, a.last_block);
+    REQUIRE(s.num_blocks == 1 ? block == 0 : block == kt * 128 / s.block,
+            "block", block, "of k tile", kt);
+  }
+  REQUIRE(int64_t(s.num_blocks) * s.N_pad <= UINT32_MAX, "scales");
+}
+
 void check_launch(const Launch& launch);
 RowRange check_prefill(const Launch& launch, const Sizes& s);
 void check_few(const Launch& launch, const Sizes& s);

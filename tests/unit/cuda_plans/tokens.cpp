@@ -70,12 +70,7 @@ void check_tokens(const Launch& l, const Sizes& s) {
   REQUIRE(!inside || cta_most <= 4 * slots * rounds, cta_most, rounds);
   // A lane reads one largest value.
   REQUIRE(!inside || slots * a.split <= 32, slots);
-  for (int kt = 0; kt < a.all_k_tiles; ++kt) {
-    const int block = std::min(kt >> a.block_shift, a.last_block);
-    REQUIRE(s.num_blocks == 1 ? block == 0 : block == kt * 128 / s.block,
-            "block", block, "of k tile", kt);
-  }
-  REQUIRE(int64_t(s.num_blocks) * s.N_pad <= UINT32_MAX, "scales");
+  check_tile_blocks(a, s);
 
   // Every row tile is one CTA's.
   Cover cover;
