@@ -149,9 +149,14 @@ __device__ __forceinline__ float token_factor(float largest) {
   return __fmul_rn(127.0f, __frcp_rn(fmaxf(largest, 1e-5f)));
 }
 __device__ __forceinline__ float token_scale(float largest) {
-  return __float_as_uint(largest) < 0x7f800000u
-             ? __fdiv_rn(fmaxf(largest, 1e-5f), 127.0f)
-             : __uint_as_float(0x7fffffffu);
+  if (__float_as_uint(largest) >= 0x7f800000u) {
+    return __uint_as_float(0x7fffffffu);
+  }
+  // bound / 127 with one step of Newton's; rounded as the quotient is, for each
+  // float from 1e-5 on.
+  const float bound = fmaxf(largest, 1e-5f);
+  const float q = __fmul_rn(bound, 1.0f / 127.0f);
+  return fmaf(fmaf(q, -127.0f, bound), 1.0f / 127.0f, q);
 }
 
 // The weight {-1, 0, +1} at (n, k), by the formula of ternary_layout_cuda.py.
