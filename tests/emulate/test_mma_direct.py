@@ -28,6 +28,9 @@ CUTS = [
     (ONE, 12_448, 80),  # 6 or 7
 ]
 
+# From their variants to those of one token of 8 bits: kDirectOne - kDirect.
+BYTES = 6
+
 
 def case(seed: int, m: int, n: int, k: int, block: int, dtype, scale_dtype=HALF):
     rng = np.random.default_rng(seed)
@@ -110,6 +113,36 @@ def int8(emulators, cut, x, w, bias=None, seed=0, name=None):
     y = emulator.get(a.y)
     emulator.free()
     return y
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("i", range(len(CUTS)))
+def test_8_bits_of_one_token(emulators, i, dtype):
+    """As one column where 16 bits have four digits; the bits of the other kernel."""
+    variant, k, n = CUTS[i]
+    turn = i + 3 * (dtype == HALF)
+    for j, split in some((1, 2), turn):
+        seed = 100 * i + 10 * turn + j
+        scale_dtype = (FLOAT, BFLOAT16, HALF)[seed % 3]
+        x, w, bias = case(seed, 1, n, k * split, ROW, dtype, scale_dtype)
+        cut = [variant + BYTES, 3 if turn % 4 == 3 else 1, split]
+        y = int8(emulators, cut, x, w, bias, seed)
+        expected = harness.expected_int8(x, w.dense(), bias)
+        assert harness.error(y, expected) < TOLERANCE[dtype]
+        assert torch.equal(y, int8(emulators, [0, 2, 1], x, w, bias, seed))
+
+
+@pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
+def test_8_bits_of_one_token_that_is_no_number(emulators, bad):
+    for dtype, k, split in zip(DTYPES, (2144, 4096), (1, 2)):
+        x, w, bias = case(split, 1, 90, k * split, ROW, dtype, FLOAT)
+        # Below 1e-5 all are in units of the same size.
+        tiny = x * 1e-7
+        found = int8(emulators, [TWO + BYTES, 1, split], tiny, w, bias)
+        assert torch.equal(found, int8(emulators, [0, 2, 1], tiny, w, bias))
+        x[0, (0, k - 1)[split - 1]] = float(bad)
+        y = int8(emulators, [TWO + BYTES, 1, split], x, w, bias)
+        assert torch.isnan(y).all()
 
 
 # Variant, K of each CTA of a cluster, N, and up to how many tokens, by k tiles of a

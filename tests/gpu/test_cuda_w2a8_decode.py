@@ -272,3 +272,25 @@ def test_a_product_waits_for_the_one_before(size_m, split, kernel):
     assert bool(torch.isfinite(expected).all()) and bool(expected.any())
     for _ in range(20):
         assert torch.equal(chain(wait=False), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("variant", [14, 15, 16])
+def test_one_token_by_the_16_bit_kernel(variant, split, dtype):
+    """With a scale per row (kDirectOne of mma_s8.h): the bits of the naive kernel."""
+    for i, size_k in enumerate(DIRECT_K):
+        gen = torch.Generator("cuda").manual_seed(100 * variant + 10 * split + i)
+        size_n, block = 333 + 16 * i, 1 << 20
+        scale_dtype = (torch.float32, torch.bfloat16, torch.float16)[i % 3]
+        w = random_weight(size_n, size_k, block, scale_dtype=scale_dtype, generator=gen)
+        x = torch.randn(1, size_k, device="cuda", generator=gen).to(dtype)
+        bias = torch.randn(size_n, device="cuda", generator=gen).to(dtype)
+        for groups in (3, 66, 132):
+            args = (x, w.weight, w.scale, bias, None, None, 1e-6)
+            sizes = (size_n, size_k, w.block_size)
+            y, naive = (
+                torch.ops._C.ternary_gemm_w2a8_tuned(*args, *sizes, kernel, groups, s)
+                for kernel, s in ((INSIDE + 4 + 16 * variant, split), (NAIVE, 1))
+            )
+            assert torch.equal(y, naive), (size_k, groups)

@@ -48,6 +48,7 @@ UNITS = [
 ]
 NAIVE = "reference_gemm", "reference_w2a8"
 DIRECT = range(8, 14)  # variants of mma_s8_gemm from kDirect on: mma_s8_direct.cuh
+ONE = range(14, 17)  # and from kDirectOne on: one token of 8 bits
 ROW = 1 << 20  # a block that covers any row
 HALF, BFLOAT16, FLOAT = range(3)
 TABLE, MMA, MMA_S8, HOPPER = range(4)  # kinds of check_gemm
@@ -267,6 +268,8 @@ def test_direct_kernels(plans: Plans, d: Device) -> None:
         k = 32 * r.randint(1, r.choice([64, 140, 700]) * min(split, 8))
         if r.random() < 0.1:
             k += r.randint(1, 31)
+        elif r.random() < 0.2:
+            k = 128 * r.choice([4, 8, 16, 32]) * min(split, 8)
         m, types = r.randint(1, 3), (i % 2, HALF)
         block = r.choice([128, 256, 2048, ROW])
         config = (r.choice(DIRECT[:3]), random_config(r)[1], split)
@@ -284,22 +287,30 @@ def test_direct_kernels(plans: Plans, d: Device) -> None:
         if m > 16 or k % 32 or k <= 384:
             assert "::mma_s8_kernel<" in names[0]
         found.update(names)
+        config = (r.choice(ONE), *config[1:])
+        names = plans.w2a8(d, W_INSIDE, (1, n, k), block, types, config=config)
+        assert len(names) == 1
+        if k > block or k % 32:
+            assert "::mma_s8_kernel<" in names[0]
+        found.update(names)
     # Digits, with all warps along K or not; an odd k tile is loaded on its own.
     ends = {(1, 0, "true"), (1, 0, "false"), (2, 1, "true"), (2, 1, "false")}
     ends |= {(0, 3, "true"), (0, 5, "true")}
-    # 8 bits: up to so many tokens, k tiles of a warp, and rounds of quantization.
-    shapes = {(8, 1, 1), (8, 1, 2), (8, 2, 1), (8, 2, 2), (8, 2, 4)}
-    shapes |= {(16, 1, 1), (16, 1, 2), (16, 1, 4), (16, 2, 2), (16, 2, 4)}
+    # 8 bits: whether quantized inside, one scale per row, up to so many tokens, k
+    # tiles of a warp, and rounds of quantization.
+    shapes = {(r, 8, n) for r in ("true", "false") for n in (1, 2)}
+    shapes |= {("true", 16, 1), ("true", 16, 2), ("false", 16, 1)}
     wanted = set()
     for dtype in ("__half", "__nv_bfloat16") if d.capability >= 90 else ():
-        wanted |= {("digits", dtype, 1, *end) for end in ends | {(3, 1, "true")}}
-        wanted |= {("digits", dtype, 2, *end) for end in ends}
-        for tokens, tiles, rounds in shapes:
-            for row in ("true", "false"):
-                if row == "false" and (tokens, tiles) == (16, 2):
-                    continue
-                wanted.add(("tokens", dtype, "true", row, tokens, tiles, rounds))
-                wanted.add(("tokens", dtype, "false", row, tokens, tiles, 1))
+        one = ends | {(3, 1, "true")}
+        wanted |= {("digits", dtype, 1, *end, "false") for end in one}
+        wanted |= {("digits", dtype, 1, *end, "true") for end in one}
+        wanted |= {("digits", dtype, 2, *end, "false") for end in ends}
+        for row, tokens, tiles in shapes:
+            wanted.add(("tokens", dtype, "false", row, tokens, tiles, 1))
+            for rounds in (1, 2, 4) if tokens == 8 else ():
+                if tiles > 1 or rounds < 4:
+                    wanted.add(("tokens", dtype, "true", row, 8, tiles, rounds))
     direct = [re.search(r"::direct_(\w+)_kernel<(.*?)>", name) for name in found]
     launched = {
         tuple(int(v) if v.isdigit() else v for v in (m[1], *m[2].split(", ")))
@@ -398,16 +409,18 @@ def test_the_table_names_kernels_that_run(plans: Plans) -> None:
         w2a8 = i >= first
         # Behind a direct kernel's: for what that does not take.
         if i and entry[:3] == entries[i - 1][:3]:
-            assert int(entries[i - 1][6]) in DIRECT and variant not in DIRECT
+            assert int(entries[i - 1][6]) >= DIRECT[0] > variant
             k -= 8
         call = plans.w2a8 if w2a8 else plans.gemm
         found = call(H200, TABLE, (m, n, k), ROW if w2a8 else 128)
         wanted = names[w2a8, kernel]
         if variant in DIRECT:
             wanted = "::direct_tokens_kernel<" if w2a8 else "::direct_digits_kernel<"
+        if variant in ONE:
+            wanted = "::direct_digits_kernel<"
         assert found and all(wanted in name for name in found), entry
         # Inside: each token's 8-bit form is made by every thread block.
-        own = r"S8Input\)1|direct_tokens_kernel<\w+, true"
+        own = r"S8Input\)1|direct_tokens_kernel<\w+, true|direct_digits.*true>"
         inside = [bool(re.search(own, name)) for name in found]
         assert not w2a8 or all(inside) == (kernel == 2), found
 
@@ -428,7 +441,11 @@ def test_what_the_direct_kernels_do_not_take(plans: Plans) -> None:
             (name,) = plans.w2a8(H200, W_TABLE, (m, n, k))
             assert "::mma_s8_kernel<" in name and own not in name, (m, n, k)
     (name,) = plans.w2a8(H200, W_TABLE, (1, 4096, 4096), norm=True)
-    (wanted,) = plans.w2a8(H200, W_MMA, (1, 4096, 4096), config=(0, 264, 1))
+    table = (SOURCES / "dispatch_table.h").read_text().split("kW2A8Table")[1]
+    *_, other = re.findall(r"\{1, 4096, 4096, [02], (\d+), (\d+), (\d+)\}", table)
+    split, sixths, variant = map(int, other)
+    config = (variant, H200.processors * sixths // 6 // split, split)
+    (wanted,) = plans.w2a8(H200, W_MMA, (1, 4096, 4096), config=config)
     assert name == wanted
     for m in (1, 2):
         (name,) = plans.gemm(H200, TABLE, (m, 4096, 4096), 64)

@@ -10,6 +10,10 @@ void mma_s8_int8_half(const S8Args&, const MmaConfig&, S8Scale);
 void mma_s8_int8_bfloat16(const S8Args&, const MmaConfig&, S8Scale);
 bool mma_s8_direct_digits_half(const GemmArgs&, const MmaConfig&);
 bool mma_s8_direct_digits_bfloat16(const GemmArgs&, const MmaConfig&);
+bool mma_s8_direct_one_half(const W2A8Args&, const QuantArgs&,
+                            const MmaConfig&);
+bool mma_s8_direct_one_bfloat16(const W2A8Args&, const QuantArgs&,
+                                const MmaConfig&);
 bool mma_s8_tokens_half(const TokenArgs&, const MmaConfig&, bool);
 bool mma_s8_tokens_bfloat16(const TokenArgs&, const MmaConfig&, bool);
 
@@ -92,6 +96,13 @@ bool mma_s8_direct(const W2A8Args& g, const MmaConfig& config,
   if (!direct_takes(g, config) || !mma_s8_supported(g) || g.parts > 1 ||
       g.M > 16 || scale == S8Scale::kGeneral || (quant && quant->norm_weight)) {
     return false;
+  }
+  if (config.variant >= kDirectOne) {
+    if (!quant || g.M > 1 || scale != S8Scale::kRow) return false;
+    MmaConfig c = config;
+    c.variant += kDirect - kDirectOne;
+    return g.dtype == DType::kHalf ? mma_s8_direct_one_half(g, *quant, c)
+                                   : mma_s8_direct_one_bfloat16(g, *quant, c);
   }
   TokenArgs a = common<TokenArgs>(g);
   set_weight(a, g);

@@ -12,6 +12,9 @@ namespace vllm::ternary {
 // MmaConfig::variant from here on: the kernels with short chains of latencies,
 // where they take the product (mma_s8_direct_*_launch.cuh), else as variant 0.
 constexpr int kDirect = 8;
+// The same three variants for one token of 8 bits with a scale per row,
+// quantized by the kernel for one token of 16 bits.
+constexpr int kDirectOne = 14;
 
 // W2A8: any block that is a multiple of 32 (or one per row), any scale type.
 bool mma_s8_supported(const W2A8Args& args);

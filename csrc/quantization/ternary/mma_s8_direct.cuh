@@ -59,6 +59,32 @@ __device__ __forceinline__ void store_shared_16(uint32_t at,
                : "memory");
 }
 
+// The largest of what warps have found, all of those CTAs of a cluster that
+// work on a token: each writes its own at `place` of `places`, of `rank` of
+// them. No more than 32 in all. Every thread of the CTA calls it; `counts`: the
+// warp has a token. `split` CTAs of a cluster count what they get by `arrived`.
+__device__ __forceinline__ uint32_t share_largest(uint32_t largest,
+                                                  uint32_t most, int place,
+                                                  int places, int rank,
+                                                  int split, uint32_t arrived,
+                                                  bool counts) {
+  const int lane = threadIdx.x & 31;
+  if (split == 1) {
+    if (lane == 0) store_shared_4(most + place * 4, largest);
+    __syncthreads();
+  } else {
+    if (lane < split && counts) {
+      sm90::st_async(
+          sm90::map_to_rank(most + (rank * places + place) * 4, lane),
+          sm90::map_to_rank(arrived, lane), __uint_as_float(largest));
+    }
+    sm90::mbar_wait_cluster(arrived, 0);
+  }
+  uint32_t top = 0;
+  if (lane < places * split && counts) top = load_shared_u32(most + lane * 4);
+  return __reduce_max_sync(~0u, top);
+}
+
 // The columns of a k tile as B operands; `column` is the lane's address in
 // them.
 __device__ __forceinline__ void load_columns(uint32_t column, int kt,

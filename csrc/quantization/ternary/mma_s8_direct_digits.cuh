@@ -3,7 +3,9 @@
 //
 // W2A16 for one or two tokens: each value of x in four signed digits, as
 // stage_digits() in mma_s8_stage.cuh makes them, but in units of what the
-// warp's part of K has as its largest value.
+// warp's part of K has as its largest value. And W2A8 for one token with a
+// scale per row, which the CTAs quantize by the arithmetic of w2a8_quantize.cu:
+// one column instead of four, and nothing but integers until the end.
 //
 // Few instructions: what a multiprocessor issues before the activations are
 // there is taken from the kernel ahead, which runs beside it. One warp fetches
@@ -14,51 +16,19 @@
 
 namespace vllm::ternary {
 
-constexpr int kDigitsWarps = 16;
-constexpr int kScaleWarps = 4;  // that fetch scales
-
-struct DigitsArgs {
-  const int32_t* weight;
-  const half* scale;
-  const void* x;
-  int64_t ldx;
-  const void* bias;
-  void* y;
-  int64_t ldy;
-  int N, K, N_pad;
-  int all_k_tiles, block_shift, last_block;  // scale block = tile >> shift
-  int split, split_log2;                     // CTAs along K, one cluster
-  int tiles, tiles_rest;      // row tiles of 16 per CTA; `rest` have one more
-  int parts_log2, step_log2;  // warps along K, and along rows
-  int k_tiles, k_rest;        // k tiles per warp, likewise
-  int slots, slot_bytes;      // row tiles in the ring
-  // Bytes: the scales of a k tile; where scales, columns, sums, the bias, what
-  // the cluster sends and barriers begin.
-  int scale_bytes;
-  int scale_at, columns_at, sums_at, bias_at, received_at, barriers_at;
-  int warp_bytes, pitch;  // columns of a warp [column][pitch]
-  int rank_sums;          // from one CTA of the cluster
-  int device;
-  cudaStream_t stream;
-};
-
-// A row of sums has one of each part of K, and pads: rows of neighbouring
-// threads lie in different banks.
-constexpr int kSumPitch = (kDigitsWarps + 4) * 4;
-
-// Columns of n k tiles: a multiple of 128 and 16, so that neighbours lie in
-// different banks.
-__host__ __device__ constexpr int column_pitch(int n) { return n * 128 + 16; }
-
-// kHeld: k tiles of a warp, if their digits fit in registers, or 0. kRounds:
+// kHeld: k tiles of a warp, if their columns fit in registers, or 0. kRounds:
 // times 256 values, what a warp has of x at most; an odd k tile of kHeld comes
-// on top. kAll: all warps are along K.
-template <typename T, int kTokens, int kHeld, int kRounds, bool kAll>
+// on top. kAll: all warps are along K. kBytes: W2A8.
+template <typename T, int kTokens, int kHeld, int kRounds, bool kAll,
+          bool kBytes = false>
 __global__ void __launch_bounds__(kDigitsWarps * 32, 2)
     direct_digits_kernel(const __grid_constant__ DigitsArgs a) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint8_t smem[];
   constexpr int kThreads = kDigitsWarps * 32;
+  constexpr int kColumns = kTokens * (kBytes ? 1 : 4);
+  using Sum = std::conditional_t<kBytes, int, float>;
+  static_assert(!kBytes || kTokens == 1);
   const uint32_t shared = smem_address(smem);
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);  // uniform
   const int lane = threadIdx.x & 31;
@@ -80,6 +50,7 @@ __global__ void __launch_bounds__(kDigitsWarps * 32, 2)
   // Barriers: of the slots as first filled, of the scales, of what the cluster
   // sends, and of each warp's part of the slots from then on.
   const uint32_t full = shared + a.barriers_at;
+  // With kBytes, largest values are what `scales_full` counts.
   const uint32_t scales_full = full + a.slots * 8, counter = scales_full + 8;
   const uint32_t again = counter + 8 + warp * a.slots * 8;
   const bool refills = tiles > a.slots;
@@ -89,7 +60,7 @@ __global__ void __launch_bounds__(kDigitsWarps * 32, 2)
 
   pdl_launch_dependents();
   if (warp == 0 && elect_lane()) {
-    sm90::mbar_init(scales_full, kScaleWarps);
+    sm90::mbar_init(scales_full, kBytes ? 1 : kScaleWarps);
     sm90::mbar_init(counter, 1);
   #pragma unroll 1
     for (int s = 0; s < a.slots; ++s) sm90::mbar_init(full + s * 8, 1);
@@ -97,6 +68,9 @@ __global__ void __launch_bounds__(kDigitsWarps * 32, 2)
       // Outputs of this rank, from every rank.
       const int own = (outputs + a.split - 1 - rank) >> a.split_log2;
       sm90::mbar_expect_tx(counter, (own << a.split_log2) * 4);
+      if (kBytes) {
+        sm90::mbar_expect_tx(scales_full, (kDigitsWarps << a.split_log2) * 4);
+      }
     }
     sm90::mbar_init_fence();
   }
@@ -106,7 +80,7 @@ __global__ void __launch_bounds__(kDigitsWarps * 32, 2)
     sm90::mbar_init_fence();
   }
   __syncthreads();  // the barriers are ready
-  if (warp == 0 && elect_lane()) {
+  auto fetch = [&] {
     const uint8_t* row = row0;
     uint32_t slot = shared, bar = full;
   #pragma unroll 1
@@ -117,8 +91,9 @@ __global__ void __launch_bounds__(kDigitsWarps * 32, 2)
       slot += a.slot_bytes;
       bar += 8;
     }
-  }
-  if (warp > 0 && warp <= kScaleWarps && elect_lane()) {
+  };
+  if (!kBytes && warp == 0 && elect_lane()) fetch();
+  if (!kBytes && warp > 0 && warp <= kScaleWarps && elect_lane()) {
     const int mine = (cta_n - warp + kScaleWarps) / kScaleWarps;
     sm90::mbar_expect_tx(scales_full, mine * tiles * 32);
   #pragma unroll 1
@@ -127,6 +102,15 @@ __global__ void __launch_bounds__(kDigitsWarps * 32, 2)
       bulk_copy(shared + a.scale_at + d * a.scale_bytes,
                 a.scale + uint32_t(block) * uint32_t(a.N_pad) + tile0 * 16,
                 tiles * 32, scales_full);
+    }
+  }
+  float* const row_scales = reinterpret_cast<float*>(smem + a.scale_at);
+  if (kBytes) {
+    // By the last warps: the first one has something else to do.
+  #pragma unroll 1
+    for (int i = kThreads - 1 - threadIdx.x; i < tiles * 16; i += kThreads) {
+      row_scales[i] =
+          load_as_float(a.row_scale, a.row_scale_dtype, tile0 * 16 + i);
     }
   }
   float* const biases = reinterpret_cast<float*>(smem + a.bias_at);
@@ -149,7 +133,7 @@ __global__ void __launch_bounds__(kDigitsWarps * 32, 2)
   const int pitch = kHeld ? column_pitch(kHeld) : a.pitch;
   uint32_t columns = shared + a.columns_at + warp * a.warp_bytes + lane * 8;
   uint32_t column = shared + a.columns_at + warp * a.warp_bytes +
-                    (lane & (kTokens * 4 - 1)) * pitch + (lane >> 3) * 16;
+                    (lane & (kColumns - 1)) * pitch + (lane >> 3) * 16;
   // A lane has two digits of a token, its neighbour the others, at rows lane /
   // 4 and 8 further on.
   const int token = kTokens > 1 ? (lane & 3) >> 1 : 0;
@@ -186,7 +170,10 @@ __global__ void __launch_bounds__(kDigitsWarps * 32, 2)
     pin(y_left);
   }
 
-  if (a.split > 1) sm90::cluster_arrive();
+  // This prologue is short: fetched at once, the weights would be ahead of the
+  // x of the kernel that runs beside it.
+  if (kBytes && warp == 0 && elect_lane()) fetch();
+  if (a.split > 1) sm90::cluster_arrive_relaxed();
   pdl_wait();
   if (a.split > 1) sm90::cluster_wait();  // the others' counters are ready
 
@@ -194,7 +181,8 @@ __global__ void __launch_bounds__(kDigitsWarps * 32, 2)
   // the next kernel, which begins now.
   Eight x[kTokens][kRounds ? kRounds : 1];
   Four rest[kTokens];
-  DigitUnit unit_of[kTokens];
+  DigitUnit unit_of[kTokens] = {};
+  uint32_t largest = 0;  // kBytes: of the whole token
   #pragma unroll
   for (int m = 0; m < kTokens; ++m) {
   #pragma unroll
@@ -210,7 +198,18 @@ __global__ void __launch_bounds__(kDigitsWarps * 32, 2)
     for (int j = 0; j < kRounds; ++j) top = x[m][j].largest(top);
     if (kOdd) top = rest[m].largest(top);
     top = __reduce_max_sync(~0u, larger_half(top));
-    unit_of[m] = digit_unit<T>(top);
+    if constexpr (kBytes) {
+      largest = top;
+    } else {
+      unit_of[m] = digit_unit<T>(top);
+    }
+  }
+  float byte_factor = 0.0f;
+  int byte_sum = 0;  // of the lane's
+  if constexpr (kBytes) {
+    largest = share_largest(largest, shared + a.most_at, warp, kDigitsWarps,
+                            rank, a.split, scales_full, true);
+    byte_factor = token_factor(to_float(reinterpret_cast<const T&>(largest)));
   }
   #pragma unroll
   for (int m = 0; m < kTokens; ++m) {
@@ -223,13 +222,18 @@ __global__ void __launch_bounds__(kDigitsWarps * 32, 2)
       for (int t = 0; t < 2; ++t) {
         float values[4];
         x[m][j].template values<T>(t, values);
-        uint32_t digits[4];
-        magic_digits_of(values, unit_of[m].up * 0.5f, digits);
+        if constexpr (kBytes) {
+          out[0][t] = quantize_four(values, byte_factor);
+          byte_sum = __dp4a(int(out[0][t]), 0x01010101, byte_sum);
+        } else {
+          uint32_t digits[4];
+          magic_digits_of(values, unit_of[m].up * 0.5f, digits);
   #pragma unroll
-        for (int d = 0; d < 4; ++d) out[d][t] = digits[d];
+          for (int d = 0; d < 4; ++d) out[d][t] = digits[d];
+        }
       }
   #pragma unroll
-      for (int d = 0; d < 4; ++d) {
+      for (int d = 0; d < kColumns / kTokens; ++d) {
         store_shared_8(columns + (m * 4 + d) * pitch + j * 256, out[d]);
       }
     }
@@ -237,9 +241,14 @@ __global__ void __launch_bounds__(kDigitsWarps * 32, 2)
       float values[4];
       uint32_t digits[4];
       rest[m].template values<T>(values);
-      magic_digits_of(values, unit_of[m].up * 0.5f, digits);
+      if constexpr (kBytes) {
+        digits[0] = quantize_four(values, byte_factor);
+        byte_sum = __dp4a(int(digits[0]), 0x01010101, byte_sum);
+      } else {
+        magic_digits_of(values, unit_of[m].up * 0.5f, digits);
+      }
   #pragma unroll
-      for (int d = 0; d < 4; ++d) {
+      for (int d = 0; d < kColumns / kTokens; ++d) {
         store_shared_4(columns - lane * 4 + (m * 4 + d) * pitch + kRounds * 256,
                        digits[d]);
       }
@@ -253,7 +262,7 @@ __global__ void __launch_bounds__(kDigitsWarps * 32, 2)
 
   // Adds a product of 16 x 128, whose words are w, under its scales.
   auto unit = [&](const uint32_t (&b)[2][4], int excess, const uint4& w,
-                  const uint32_t (&raw)[2], float (&acc)[2]) {
+                  const uint32_t (&raw)[2], Sum(&acc)[2]) {
     int d[4] = {};
     uint32_t codes[4];
     decode_high(w.x, codes);
@@ -266,6 +275,10 @@ __global__ void __launch_bounds__(kDigitsWarps * 32, 2)
     mma_s8(d, codes, b[1][2], b[1][3]);
   #pragma unroll
     for (int h = 0; h < 2; ++h) {
+      if constexpr (kBytes) {
+        acc[h] += d[2 * h];
+        continue;
+      }
       acc[h] =
           fmaf(__half2float(__ushort_as_half(uint16_t(raw[h]))),
                float(d[2 * h] * 256 + d[2 * h + 1] - (h ? 4 * excess : excess)),
@@ -274,16 +287,18 @@ __global__ void __launch_bounds__(kDigitsWarps * 32, 2)
   };
 
   uint32_t held[kHeld ? kHeld : 1][2][4];
-  int excess[kHeld ? kHeld : 1];
+  int excess[kHeld ? kHeld : 1] = {};
   #pragma unroll
   for (int h = 0; h < kHeld; ++h) load_columns(column, h, held[h]);
   #pragma unroll
-  for (int h = 0; h < kHeld; ++h) excess[h] = excess_of(held[h]);
+  for (int h = 0; h < (kBytes ? 0 : kHeld); ++h) excess[h] = excess_of(held[h]);
+  // Of all k tiles, once a row tile.
+  const int byte_excess = kBytes ? __reduce_add_sync(~0u, byte_sum) * 16 : 0;
   // Else in shared memory, [k tile][lane % 4], behind the columns.
   const uint32_t excesses = column +
-                            (kTokens * 4 - (lane & (kTokens * 4 - 1))) * pitch -
+                            (kColumns - (lane & (kColumns - 1))) * pitch -
                             (lane >> 3) * 16 + (lane & 3) * 4;
-  if constexpr (kHeld == 0) {
+  if constexpr (kHeld == 0 && !kBytes) {
   #pragma unroll 2
     for (int d = 0; d < n; ++d) {
       uint32_t b[2][4];
@@ -306,11 +321,13 @@ __global__ void __launch_bounds__(kDigitsWarps * 32, 2)
   constexpr bool kAhead = kHeld == 1 || kHeld == 2;
   uint4 next[kAhead ? kHeld : 1];
   auto row_tile = [&](bool fetched, auto ahead) {
-    float acc[2] = {};
+    Sum acc[2] = {};
     if constexpr (kHeld > 0) {
       uint32_t raw[kHeld][2];
       uint4 w[kHeld];
       auto scales_of = [&](int d) {
+        raw[d][0] = raw[d][1] = 0;
+        if (kBytes) return;
         const uint32_t at =
             d < kHeld - 1 ? scale + d * a.scale_bytes : scale_last;
         raw[d][0] = load_shared_u16(at);
@@ -338,26 +355,34 @@ __global__ void __launch_bounds__(kDigitsWarps * 32, 2)
       for (int d = 0; d < n; ++d) {
         uint32_t b[2][4];
         load_columns(column, d, b);
-        const uint32_t at = scale + d * a.scale_bytes;
-        const uint32_t raw[2] = {load_shared_u16(at), load_shared_u16(at + 16)};
-        unit(b, load_shared_u32(excesses + d * 16),
-             load_shared_16(words + d * 512), raw, acc);
+        uint32_t raw[2] = {}, v = 0;
+        if constexpr (!kBytes) {
+          const uint32_t at = scale + d * a.scale_bytes;
+          raw[0] = load_shared_u16(at);
+          raw[1] = load_shared_u16(at + 16);
+          v = load_shared_u32(excesses + d * 16);
+        }
+        unit(b, v, load_shared_16(words + d * 512), raw, acc);
       }
       ahead();
     }
   #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float v = acc[h] * (h ? odd : even);
-      v += __shfl_down_sync(~0u, v, 1);
-      if (!reads) {
-        store_shared_4(to + h * 8 * kTokens * kSumPitch, __float_as_uint(v));
+      uint32_t sum;
+      if constexpr (kBytes) {
+        sum = h ? (acc[1] - 4 * byte_excess) >> 6 : (acc[0] - byte_excess) >> 4;
+      } else {
+        float v = acc[h] * (h ? odd : even);
+        v += __shfl_down_sync(~0u, v, 1);
+        sum = __float_as_uint(v);
       }
+      if (!reads) store_shared_4(to + h * 8 * kTokens * kSumPitch, sum);
     }
     to += (16 * kTokens * kSumPitch) << step_log2;
     scale += 32 << step_log2;
     scale_last += 32 << step_log2;
   };
-  ring_wait<0>(scales_full, 0);
+  if (!kBytes) ring_wait<0>(scales_full, 0);
   if (!refills) {
     uint32_t bar = full + first * 8;
   #pragma unroll 1
@@ -407,27 +432,38 @@ __global__ void __launch_bounds__(kDigitsWarps * 32, 2)
   }
   __syncthreads();
 
-  auto store = [&](T* to, int i, float v) {
+  const float token_unit =
+      kBytes ? token_scale(to_float(reinterpret_cast<const T&>(largest)))
+             : 1.0f;
+  auto store = [&](T* to, int i, Sum sum) {
+    float v = float(sum);
+    if constexpr (kBytes) {
+      v = __fmul_rn(__fmul_rn(v, row_scales[i]), token_unit);
+    }
     if (a.bias) v += biases[i / kTokens];
     *to = from_float<T>(v);
   };
   #pragma unroll 1
   for (int i = threadIdx.x; i < outputs; i += kThreads) {
-    float v = 0.0f;
+    Sum v = 0;
   #pragma unroll
     for (int p = 0; p < kDigitsWarps; p += 4) {
       if (p >= parts) break;
       const uint4 w = load_shared_16(sums + p * 4);
-      v += __uint_as_float(w.x);
-      if (parts > 1) v += __uint_as_float(w.y);
-      if (parts > 2) v += __uint_as_float(w.z) + __uint_as_float(w.w);
+      v += reinterpret_cast<const Sum&>(w.x);
+      if (parts > 1) v += reinterpret_cast<const Sum&>(w.y);
+      if (parts > 2) {
+        v += reinterpret_cast<const Sum&>(w.z) +
+             reinterpret_cast<const Sum&>(w.w);
+      }
     }
     if (a.split > 1) {  // output i belongs to CTA i % split
       const int owner = i & (a.split - 1);
       const uint32_t to_owner = shared + a.received_at +
                                 (rank * a.rank_sums + (i >> a.split_log2)) * 4;
       sm90::st_async(sm90::map_to_rank(to_owner, owner),
-                     sm90::map_to_rank(counter, owner), v);
+                     sm90::map_to_rank(counter, owner),
+                     reinterpret_cast<const float&>(v));
     } else if (y_left > 0) {
       store(y, i, v);
     }
@@ -437,14 +473,13 @@ __global__ void __launch_bounds__(kDigitsWarps * 32, 2)
   }
   if (a.split > 1) {
     sm90::mbar_wait_cluster(counter, 0);
-    const float* received =
-        reinterpret_cast<const float*>(smem + a.received_at);
+    const Sum* received = reinterpret_cast<const Sum*>(smem + a.received_at);
   #pragma unroll 1
     for (int j = threadIdx.x; (j << a.split_log2) + rank < outputs;
          j += kThreads) {
       const int i = (j << a.split_log2) + rank;
       const int at = tile0 * 16 + i / kTokens;
-      float v = 0.0f;
+      Sum v = 0;
   #pragma unroll 1
       for (int r = 0; r < a.split; ++r) v += received[r * a.rank_sums + j];
       if (at < a.N) {

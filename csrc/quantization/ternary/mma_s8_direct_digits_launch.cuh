@@ -13,14 +13,18 @@ namespace vllm::ternary {
 
 constexpr int kDigitsKTiles = 10;  // of a warp, at most
 
-// Fills in the cut for `tokens` tokens. Returns bytes of shared memory, 0 where
-// nothing fits, and leaves the number of CTAs along N in `groups`.
-inline int cut_digits(DigitsArgs& a, const GemmArgs& g, const MmaConfig& c,
-                      const DeviceInfo& device, int tokens, int& groups) {
+// Fills in the cut for `tokens` tokens, or one of 8 bits. Returns bytes of
+// shared memory, 0 where nothing fits, and leaves the number of CTAs along N in
+// `groups`.
+inline int cut_digits(DigitsArgs& a, const MmaConfig& c,
+                      const DeviceInfo& device, int tokens, bool bytes,
+                      int& groups) {
   const int budget =
       direct_budget(device, std::clamp(c.variant, kDirect, kDirect + 2));
-  const int row_tiles = g.N_pad / 16;
-  a.split_log2 = floor_log2(std::clamp(c.split, 1, std::min(a.all_k_tiles, 8)));
+  const int row_tiles = a.N_pad / 16;
+  // Of bytes, as many warps as share_largest() takes.
+  const int most = std::min(a.all_k_tiles, bytes ? 2 : 8);
+  a.split_log2 = floor_log2(std::clamp(c.split, 1, most));
   a.split = 1 << a.split_log2;
   a.parts_log2 = floor_log2(std::min(kDigitsWarps, a.all_k_tiles / a.split));
   a.step_log2 = floor_log2(kDigitsWarps) - a.parts_log2;
@@ -32,7 +36,7 @@ inline int cut_digits(DigitsArgs& a, const GemmArgs& g, const MmaConfig& c,
   const int cta_most = a.k_tiles * parts + std::min(a.k_rest, parts);
   a.slot_bytes = cta_most * 512;
   a.pitch = column_pitch(k_most);
-  a.warp_bytes = tokens * 4 * a.pitch + k_most * 16;
+  a.warp_bytes = tokens * (bytes ? 1 : 4) * a.pitch + k_most * 16;
   groups = std::clamp(c.groups, 1, std::min(row_tiles, 65535));
   while (true) {
     a.tiles = row_tiles / groups;
@@ -47,16 +51,17 @@ inline int cut_digits(DigitsArgs& a, const GemmArgs& g, const MmaConfig& c,
       // A slot is always the same warps', unless nothing is refilled.
       if (a.slots < all && a.slots % step) continue;
       a.scale_at = a.slots * a.slot_bytes;
-      a.columns_at = a.scale_at + cta_most * a.scale_bytes;
+      a.columns_at =
+          a.scale_at + (bytes ? all * 16 * 4 : cta_most * a.scale_bytes);
       a.sums_at = a.columns_at + kDigitsWarps * a.warp_bytes;
       a.bias_at = a.sums_at + outputs * kSumPitch;
       a.received_at = a.bias_at + all * 16 * 4;
-      a.barriers_at =
-          a.received_at + (a.split > 1 ? a.split * a.rank_sums * 4 : 0);
+      a.most_at = a.received_at + (a.split > 1 ? a.split * a.rank_sums * 4 : 0);
+      a.barriers_at = a.most_at + (bytes ? kDigitsWarps * a.split * 4 : 0);
       a.barriers_at = (a.barriers_at + 7) / 8 * 8;
       const int per_warp = a.slots < all ? kDigitsWarps * a.slots : 0;
-      const int bytes = a.barriers_at + (a.slots + 2 + per_warp) * 8;
-      if (bytes <= budget) return bytes;
+      const int all_bytes = a.barriers_at + (a.slots + 2 + per_warp) * 8;
+      if (all_bytes <= budget) return all_bytes;
     }
     if (groups >= std::min(row_tiles, 65535)) return 0;
     groups = std::min({groups * 2, row_tiles, 65535});
@@ -74,30 +79,17 @@ bool launch_digits(const DigitsArgs& a, const DeviceInfo& device, int groups,
 }
 
 // False where this kernel does not take the product.
-template <typename T, int kTokens>
-bool launch_direct_digits(const GemmArgs& g, const MmaConfig& c) {
-  DigitsArgs a{};
-  a.scale = static_cast<const half*>(g.scale);
-  a.x = g.x;
-  a.ldx = g.ldx;
-  a.bias = g.bias;
-  a.y = g.y;
-  a.ldy = g.ldy;
-  a.N = g.N;
-  a.K = g.K;
-  a.N_pad = g.N_pad;
-  set_weight(a, g);
-  a.device = g.device;
-  a.stream = g.stream;
-  const DeviceInfo& device = device_info(g.device);
+template <typename T, int kTokens, bool kBytes>
+bool launch_direct_digits(DigitsArgs a, const MmaConfig& c) {
+  const DeviceInfo& device = device_info(a.device);
   int groups = 0;
-  const int bytes = cut_digits(a, g, c, device, kTokens, groups);
+  const int bytes = cut_digits(a, c, device, kTokens, kBytes, groups);
   if (bytes == 0) return false;
   const int k_most = a.k_tiles + (a.k_rest > 0);
   const bool all = a.step_log2 == 0;
-#define LAUNCH(held, rounds, all_warps)                           \
-  return launch_digits<                                           \
-      direct_digits_kernel<T, kTokens, held, rounds, all_warps>>( \
+#define LAUNCH(held, rounds, all_warps)                                   \
+  return launch_digits<                                                   \
+      direct_digits_kernel<T, kTokens, held, rounds, all_warps, kBytes>>( \
       a, device, groups, bytes, c.pdl)
   if (k_most == 1 && all) LAUNCH(1, 0, true);
   if (k_most == 1) LAUNCH(1, 0, false);
@@ -112,10 +104,43 @@ bool launch_direct_digits(const GemmArgs& g, const MmaConfig& c) {
   return false;
 }
 
+// The weight and what is around it, of either kind of product.
+template <typename Product>
+DigitsArgs digits_args(const Product& g) {
+  DigitsArgs a{};
+  set_weight(a, g);
+  a.bias = g.bias;
+  a.y = g.y;
+  a.N = g.N;
+  a.K = g.K;
+  a.N_pad = g.N_pad;
+  a.device = g.device;
+  a.stream = g.stream;
+  return a;
+}
+
 template <typename T>
 bool launch_direct_digits(const GemmArgs& g, const MmaConfig& c) {
-  return g.M == 1 ? launch_direct_digits<T, 1>(g, c)
-                  : g.M == 2 && launch_direct_digits<T, 2>(g, c);
+  DigitsArgs a = digits_args(g);
+  a.scale = static_cast<const half*>(g.scale);
+  a.x = g.x;
+  a.ldx = g.ldx;
+  a.ldy = g.ldy;
+  return g.M == 1 ? launch_direct_digits<T, 1, false>(a, c)
+                  : g.M == 2 && launch_direct_digits<T, 2, false>(a, c);
+}
+
+// One token of 8 bits, with a scale per row.
+template <typename T>
+bool launch_direct_digits(const W2A8Args& g, const QuantArgs& quant,
+                          const MmaConfig& c) {
+  DigitsArgs a = digits_args(g);
+  a.row_scale = g.scale;
+  a.row_scale_dtype = g.scale_dtype;
+  a.x = quant.x;
+  a.ldx = quant.ldx;
+  a.ldy = g.N;
+  return g.M == 1 && launch_direct_digits<T, 1, true>(a, c);
 }
 
 }  // namespace vllm::ternary

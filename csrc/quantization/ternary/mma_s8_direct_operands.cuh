@@ -1,13 +1,52 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 //
-// The operands of mma_s8_direct_digits.cuh: codes of weights, values of x as
-// signed digits, and what the former add to the products of the latter.
+// The arguments and operands of mma_s8_direct_digits.cuh: codes of weights,
+// values of x as signed digits, and what the former add to the products of the
+// latter.
 #pragma once
 
 #include "mma_s8_direct.cuh"
 
 namespace vllm::ternary {
+
+constexpr int kDigitsWarps = 16;
+constexpr int kScaleWarps = 4;  // that fetch scales
+
+struct DigitsArgs {
+  const int32_t* weight;
+  const half* scale;
+  const void* row_scale;  // W2A8: one per row instead
+  DType row_scale_dtype;
+  const void* x;
+  int64_t ldx;
+  const void* bias;
+  void* y;
+  int64_t ldy;
+  int N, K, N_pad;
+  int all_k_tiles, block_shift, last_block;  // scale block = tile >> shift
+  int split, split_log2;                     // CTAs along K, one cluster
+  int tiles, tiles_rest;      // row tiles of 16 per CTA; `rest` have one more
+  int parts_log2, step_log2;  // warps along K, and along rows
+  int k_tiles, k_rest;        // k tiles per warp, likewise
+  int slots, slot_bytes;      // row tiles in the ring
+  // Bytes: the scales of a k tile; where scales, columns, sums, the bias, what
+  // the cluster sends and barriers begin.
+  int scale_bytes;
+  int scale_at, columns_at, sums_at, bias_at, received_at, most_at, barriers_at;
+  int warp_bytes, pitch;  // columns of a warp [column][pitch]
+  int rank_sums;          // from one CTA of the cluster
+  int device;
+  cudaStream_t stream;
+};
+
+// A row of sums has one of each part of K, and pads: rows of neighbouring
+// threads lie in different banks.
+constexpr int kSumPitch = (kDigitsWarps + 4) * 4;
+
+// Columns of n k tiles: a multiple of 128 and 16, so that neighbours lie in
+// different banks.
+__host__ __device__ constexpr int column_pitch(int n) { return n * 128 + 16; }
 
 // Sixteen codes of a word as the operand of sixteen rows: 16 times the code in
 // rows 0..7, 64 times in rows 8..15. The multiplier's pipe shifts.

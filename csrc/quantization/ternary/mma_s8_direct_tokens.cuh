@@ -107,6 +107,9 @@ __global__ void __launch_bounds__(kTokenWarps * 32, kInside ? 2 : 1)
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);  // uniform
   const int lane = threadIdx.x & 31;
   const int rank = blockIdx.x, group = blockIdx.y;
+  // Sixteen tokens are two CTAs' of eight each where they are quantized.
+  const int first_token = kTokens == 8 ? blockIdx.z * 8 : 0;
+  const int count = min(kTokens, a.M - first_token);
 
   pdl_launch_dependents();
   if (group >= a.groups) {
@@ -167,9 +170,10 @@ __global__ void __launch_bounds__(kTokenWarps * 32, kInside ? 2 : 1)
     sm90::mbar_init_fence();
     // Of each row tile that this rank has, sums of two tokens from the others.
     const int own = (tiles + a.split - 1 - rank) >> a.split_log2;
-    sm90::mbar_expect_tx(counter, own * ((a.M + 1) / 2) * (a.split - 1) * 128);
+    sm90::mbar_expect_tx(counter,
+                         own * ((count + 1) / 2) * (a.split - 1) * 128);
     if (kInside) {
-      sm90::mbar_expect_tx(arrived, (a.M * slots << a.split_log2) * 4);
+      sm90::mbar_expect_tx(arrived, (count * slots << a.split_log2) * 4);
     }
   }
   float2* const row_table = reinterpret_cast<float2*>(smem + a.rows);
@@ -184,12 +188,12 @@ __global__ void __launch_bounds__(kTokenWarps * 32, kInside ? 2 : 1)
       row_table[i] = row;
     }
   }
-  if (a.split > 1) sm90::cluster_arrive();
+  if (a.split > 1) sm90::cluster_arrive_relaxed();
 
   // Where things are, before the wait: instructions behind it count. A lane has
   // sixteen values of a chunk: k ... k + 7, k + 16 ... k + 23.
   const int k = slot * 512 + (lane >> 1) * 32 + (lane & 1) * 8;
-  int to_store = token < a.M ? k_tiles * 128 - k : 0;
+  int to_store = token < count ? k_tiles * 128 - k : 0;
   int to_load = min(to_store, a.K - kt0 * 128 - k);
   int k_step = slots * 512;
   uint32_t to_column =
@@ -210,7 +214,7 @@ __global__ void __launch_bounds__(kTokenWarps * 32, kInside ? 2 : 1)
   #pragma unroll
   for (int s = 0; s < kSets; ++s) {
     column[s] = shared + a.columns +
-                min((lane & 7) + s * 8, a.M - 1) * a.pitch + tile * 128 +
+                min((lane & 7) + s * 8, count - 1) * a.pitch + tile * 128 +
                 (lane >> 3) * 16;
     pin(column[s]);
   }
@@ -231,7 +235,8 @@ __global__ void __launch_bounds__(kTokenWarps * 32, kInside ? 2 : 1)
   if (kInside) pin(to_load), pin(most);
   pin(to_store), pin(k_step), pin(to_column), pin(last), pin(mine);
   pin(words), pin(scale), pin(to), pin(weights_there);
-  const T* from = static_cast<const T*>(a.x) + token * a.ldx + kt0 * 128 + k;
+  const T* from = static_cast<const T*>(a.x) + (first_token + token) * a.ldx +
+                  kt0 * 128 + k;
   if (a.split > 1) sm90::cluster_wait();  // the others' barriers are ready
   pdl_wait();
   float* const factors = reinterpret_cast<float*>(smem + a.factors);
@@ -253,20 +258,8 @@ __global__ void __launch_bounds__(kTokenWarps * 32, kInside ? 2 : 1)
     }
     largest = __reduce_max_sync(~0u, larger_half(top));
     if (entries > 1) {
-      if (a.split == 1) {
-        if (lane == 0) store_shared_4(most + slot * 4, largest);
-        __syncthreads();
-      } else {
-        if (lane < a.split && token < a.M) {
-          sm90::st_async(
-              sm90::map_to_rank(most + (rank * slots + slot) * 4, lane),
-              sm90::map_to_rank(arrived, lane), __uint_as_float(largest));
-        }
-        sm90::mbar_wait_cluster(arrived, 0);
-      }
-      top = 0;
-      if (lane < entries && token < a.M) top = load_shared_u32(most + lane * 4);
-      largest = __reduce_max_sync(~0u, top);
+      largest = share_largest(largest, most, slot, slots, rank, a.split,
+                              arrived, token < count);
     }
     const float factor =
         token_factor(to_float(reinterpret_cast<const T&>(largest)));
@@ -278,7 +271,8 @@ __global__ void __launch_bounds__(kTokenWarps * 32, kInside ? 2 : 1)
       store_shared_16(to_column + j * k_step, out);
     }
   } else {
-    const int8_t* bytes = a.xq + int64_t(token) * a.all_k_tiles * 128 +
+    const int8_t* bytes = a.xq +
+                          int64_t(first_token + token) * a.all_k_tiles * 128 +
                           kt0 * 128 + slot * 512 + lane * 16;
   #pragma unroll 1
     for (int left = to_store - (lane & 1) * 8; left > 0; left -= k_step) {
@@ -287,7 +281,9 @@ __global__ void __launch_bounds__(kTokenWarps * 32, kInside ? 2 : 1)
       bytes += k_step;
     }
     cp_async_commit();
-    if (threadIdx.x < a.M) factors[threadIdx.x] = a.xs[threadIdx.x];
+    if (threadIdx.x < count) {
+      factors[threadIdx.x] = a.xs[first_token + threadIdx.x];
+    }
     cp_async_wait<0>();
   }
   __syncthreads();
@@ -411,20 +407,20 @@ __global__ void __launch_bounds__(kTokenWarps * 32, kInside ? 2 : 1)
   uint32_t turn = swizzle(row0) * 4;
   pin(row0), pin(sums), pin(turn);
   __syncthreads();
-  if (pair * 2 >= a.M) return;
+  if (pair * 2 >= count) return;
 
   auto store = [&](int row, const Sum(&sum)[2]) {
     const int n = tile0 * 16 + row;
     if (n >= a.N) return;
     const float2 of_row = row_table[row];
-    T* y = static_cast<T*>(a.y) + pair * 2 * a.ldy + n;
+    T* y = static_cast<T*>(a.y) + (first_token + pair * 2) * a.ldy + n;
   #pragma unroll
     for (int c = 0; c < 2; ++c) {
       float v = float(sum[c]);
       if constexpr (kRow) v = __fmul_rn(v, of_row.x);
       v = __fmul_rn(v, factors[pair * 2 + c]);
       if (a.bias) v += of_row.y;
-      if (c == 0 || pair * 2 + 1 < a.M) y[c * a.ldy] = from_float<T>(v);
+      if (c == 0 || pair * 2 + 1 < count) y[c * a.ldy] = from_float<T>(v);
     }
   };
   // Row tile i belongs to CTA i % split; its sums from a rank lie here.

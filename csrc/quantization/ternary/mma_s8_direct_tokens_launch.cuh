@@ -11,9 +11,9 @@
 
 namespace vllm::ternary {
 
-// Fills in the cut as cut_digits() does: three variants from kDirect on, and
-// three more with half as many warps along K where that leaves each no more
-// than two k tiles. `k_most`: k tiles of a warp.
+// Fills in the cut for CTAs of `tokens` tokens as cut_digits() does: three
+// variants from kDirect on, and three more with half as many warps along K
+// where that leaves each no more than two k tiles. `k_most`: k tiles of a warp.
 inline int cut_tokens(TokenArgs& a, const MmaConfig& c,
                       const DeviceInfo& device, int tokens, bool row,
                       int& groups, int& k_most) {
@@ -39,7 +39,7 @@ inline int cut_tokens(TokenArgs& a, const MmaConfig& c,
   // What stays in registers: columns of two k tiles, and where each starts.
   if (k_most > (row || tokens == 8 ? 2 : 1)) return 0;
   a.tokens_log2 = 0;
-  while (1 << a.tokens_log2 < a.M) ++a.tokens_log2;
+  while (1 << a.tokens_log2 < std::min(a.M, tokens)) ++a.tokens_log2;
   const int chunks = kTokenRounds * (kTokenWarps >> a.tokens_log2);
   if (!a.xq && cta_k_tiles > 4 * chunks) return 0;
   a.row_bytes = cta_k_tiles * 512;
@@ -71,7 +71,8 @@ inline int cut_tokens(TokenArgs& a, const MmaConfig& c,
       if (bytes <= budget) {
         // A cluster that finds a multiprocessor empty puts two CTAs there.
         if (a.split > 1) {
-          groups = std::max(groups, device.processors / a.split);
+          const int ctas = a.split * ((a.M + tokens - 1) / tokens);
+          groups = std::max(groups, device.processors / ctas);
         }
         return std::max(bytes, least);
       }
@@ -89,19 +90,17 @@ bool launch_tokens(TokenArgs a, const MmaConfig& c) {
   const int bytes = cut_tokens(a, c, device, kTokens, kRow, groups, k_most);
   if (bytes == 0) return false;
   auto launch = [&]<int kTiles, int kRounds>() {
-    // More than one k tile needs more than one round of sixteen tokens, and all
-    // rounds of eight more than one k tile.
-    constexpr bool kExists =
-        (kRow || kTokens == 8 || kTiles == 1) &&
-        (!kInside || (kTokens == 8 ? kTiles > 1 || kRounds < kTokenRounds
-                                   : kTiles == 1 || kRounds > 1));
+    // All rounds need more than one k tile.
+    constexpr bool kExists = (kRow || kTokens == 8 || kTiles == 1) &&
+                             (kTiles > 1 || kRounds < kTokenRounds);
     if constexpr (kExists) {
       static std::atomic<bool> raised[kMaxDevices] = {};
       launch_cut(
           direct_tokens_kernel<T, kInside, kRow, kTokens, kTiles, kRounds>, a,
           c.pdl, device, a.device, raised,
-          dim3(unsigned(a.split), unsigned(groups)), kTokenWarps * 32, bytes,
-          a.stream);
+          dim3(unsigned(a.split), unsigned(groups),
+               unsigned((a.M + kTokens - 1) / kTokens)),
+          kTokenWarps * 32, bytes, a.stream);
     }
     return kExists;
   };
@@ -120,10 +119,14 @@ bool launch_tokens(TokenArgs a, const MmaConfig& c) {
                      : of_rounds.template operator()<2>();
 }
 
+// Two CTAs of eight quantize sixteen tokens faster than one; of bytes, one CTA
+// reads the weights once.
 template <typename T, bool kInside, bool kRow>
 bool launch_tokens(const TokenArgs& a, const MmaConfig& c) {
-  return a.M <= 8 ? launch_tokens<T, kInside, kRow, 8>(a, c)
-                  : launch_tokens<T, kInside, kRow, 16>(a, c);
+  if constexpr (!kInside) {
+    if (a.M > 8) return launch_tokens<T, kInside, kRow, 16>(a, c);
+  }
+  return launch_tokens<T, kInside, kRow, 8>(a, c);
 }
 
 template <typename T>

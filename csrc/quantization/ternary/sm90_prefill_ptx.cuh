@@ -192,6 +192,11 @@ __device__ __forceinline__ void st_async(uint32_t addr, uint32_t bar, float v) {
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 }
+// Of what came before the others see what mbar_init_fence() has shown them; no
+// wait for loads on their way.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
 __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }

@@ -55,17 +55,20 @@ class OursW2A8:
             layer.size_n, layer.size_k, layer.size_k, scale_dtype=torch.float32
         )
         copies = rotation(layer.size_n * layer.size_k / 4)
-        self.copies = [self.weight.weight.clone() for _ in range(copies)]
+        self.copies = [
+            (self.weight.weight.clone(), self.weight.scale.clone())
+            for _ in range(copies)
+        ]
 
     def calls(self, x: torch.Tensor) -> list[Call]:
         op, w = torch.ops._C.ternary_gemm_w2a8, self.weight
         copies = self.copies if x.shape[0] < 1024 else self.copies[:8]
 
-        def call(weight: torch.Tensor) -> Call:
+        def call(weight: torch.Tensor, scale: torch.Tensor) -> Call:
             sizes = (w.size_n, w.size_k, w.block_size)
-            return lambda: op(x, weight, w.scale, None, None, None, 1e-6, *sizes)
+            return lambda: op(x, weight, scale, None, None, None, 1e-6, *sizes)
 
-        return [call(weight) for weight in copies]
+        return [call(*copy) for copy in copies]
 
 
 class Cublas:

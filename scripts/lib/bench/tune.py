@@ -58,8 +58,10 @@ VARIANTS = {
 }
 # The kernels with short chains (kDirect in mma_s8.h), for at most so many tokens. 8, 9
 # and 10: two, three CTAs or one share a multiprocessor; with 8-bit activations 11 to 13
-# are these with half as many warps along K.
+# are these with half as many warps along K, and for one token the kernel of 16 bits has
+# 8, 9 and 10 as 14 to 16.
 DIRECT = 8
+ONE_TOKEN = (14, 16)
 DIRECT_VARIANTS = {
     ("w2a16", "s8"): (2, (8, 9, 10)),
     ("w2a8", "inside"): (16, (8, 10, 11, 13)),
@@ -91,6 +93,8 @@ def candidates(op: str, size_m: int) -> Iterator[dict[str, Any]]:
         counts = VARIANTS.get(kernel, {})
         variants = range(next((n for top, n in counts.items() if size_m <= top), 1))
         most, direct = DIRECT_VARIANTS.get((op, kernel), (0, ()))
+        if (op, kernel, size_m) == ("w2a8", "inside", 1):
+            direct += ONE_TOKEN
         for variant in (*variants, *(direct if size_m <= most else ())):
             for split in SPLITS if few else SPLITS[::2]:
                 if kernel == "inside" and variant >= DIRECT and split > 2:
@@ -148,7 +152,7 @@ def measure(asked: list[tuple[str, int]], seconds: float) -> dict[str, Any]:
             row = random_weight(size_n, size_k, size_k, scale_dtype=torch.float32)
             copies = rotation(size_n * size_k / 4, maximum=96)
             weights = [(w.weight.clone(), w.scale.clone()) for _ in range(copies)]
-            rows = [(weight, row.scale) for weight, _ in weights]
+            rows = [(weight, row.scale.clone()) for weight, _ in weights]
             for op, size_m in asked:
                 x = torch.randn(size_m, size_k, device="cuda").bfloat16()
                 block_size = w.block_size if op == "w2a16" else row.block_size

@@ -14,18 +14,19 @@ void check_digits(const Launch& l, const Sizes& s) {
   const DigitsArgs& a = *found;
   const std::string name = kernel_name(l);
   const std::vector<int> c = shape_of(name, "direct_digits_kernel");
-  REQUIRE(c.size() == 4, name);
+  REQUIRE(c.size() == 5, name);
   const int tokens = c[0], held = c[1], rounds = c[2];
-  const bool all_along_k = c[3];
+  const bool all_along_k = c[3], bytes = c[4];
 
   // What it takes at all.
   REQUIRE(device_now().capability >= 90, "before sm_90");
   REQUIRE(s.K % 32 == 0 && s.parts == 1, s.K, s.parts);
   REQUIRE(s.M == tokens, s.M, tokens);
-  REQUIRE(s.scale_bytes == 2, s.scale_bytes);
+  REQUIRE(bytes ? s.num_blocks == 1 && tokens == 1 : s.scale_bytes == 2,
+          s.scale_bytes);
   REQUIRE(reinterpret_cast<const char*>(a.weight) == s.weight, "weight");
-  REQUIRE(reinterpret_cast<const char*>(a.scale) == s.scale, "scale");
-  REQUIRE(a.x == s.x && a.y == s.y, "x or y");
+  REQUIRE((bytes ? a.row_scale : a.scale) == s.scale, "scale");
+  REQUIRE((bytes || a.x == s.x) && a.y == s.y, "x or y");
   REQUIRE(a.ldx == s.ldx && a.ldy == s.N, a.ldx, a.ldy);
   REQUIRE(a.N == s.N && a.K == s.K && a.N_pad == s.N_pad, a.N, a.K, a.N_pad);
   REQUIRE(a.all_k_tiles == s.K_pad / 128, a.all_k_tiles);
@@ -80,12 +81,14 @@ void check_digits(const Launch& l, const Sizes& s) {
   const int outputs = most * 16 * tokens;
   REQUIRE(a.slot_bytes == cta_most * 512, a.slot_bytes, cta_most);
   REQUIRE(a.scale_bytes == most * 32, a.scale_bytes);
-  REQUIRE(a.warp_bytes >= tokens * 4 * a.pitch + (held ? 0 : k_most * 16),
+  const int columns = tokens * (bytes ? 1 : 4);
+  REQUIRE(a.warp_bytes >= columns * a.pitch + (held ? 0 : k_most * 16),
           a.warp_bytes);
   REQUIRE(a.warp_bytes % 16 == 0, a.warp_bytes);
   Layout all;
   all.add("ring", 0, int64_t(a.slots) * a.slot_bytes, 128);
-  all.add("scales", a.scale_at, int64_t(cta_most) * a.scale_bytes, 16);
+  all.add("scales", a.scale_at,
+          bytes ? most * 16 * 4 : int64_t(cta_most) * a.scale_bytes, 16);
   all.add("columns", a.columns_at, int64_t(kDigitsWarps) * a.warp_bytes, 16);
   all.add("sums", a.sums_at, int64_t(outputs) * kSumPitch, 16);
   all.add("bias", a.bias_at, most * 16 * 4, 4);
@@ -93,6 +96,7 @@ void check_digits(const Launch& l, const Sizes& s) {
     REQUIRE(a.rank_sums * a.split >= outputs, a.rank_sums, outputs);
     all.add("received", a.received_at, int64_t(a.split) * a.rank_sums * 4, 4);
   }
+  if (bytes) all.add("largest", a.most_at, kDigitsWarps * a.split * 4, 4);
   const int again = a.slots < most ? kDigitsWarps * a.slots : 0;
   all.add("barriers", a.barriers_at, (a.slots + 2 + again) * 8, 8);
   all.finish(int64_t(l.shared));

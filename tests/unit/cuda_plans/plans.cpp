@@ -254,6 +254,7 @@ const char* run(const Sizes& s, Call call) {
 
 // CTAs that a multiprocessor must have room for, of mma_s8_gemm's variants.
 int share_of(int variant) {
+  if (variant >= kDirectOne) variant += kDirect - kDirectOne;
   constexpr int kShare[] = {2, 3, 1};
   return variant < kDirect ? 1 : kShare[(variant - kDirect) % 3];
 }
@@ -308,7 +309,7 @@ const char* check_gemm(int device, int kind, int M, int N, int K, int block,
                        int groups, int split) {
   current = device;
   Sizes s = sizes_of(M, N, K, block, scale_dtype);
-  if (kind == 2) s.share = share_of(variant);
+  if (kind == 2) s.share = share_of(std::min(variant, kDirect + 2));
   GemmArgs a{};
   a.x = s.x;
   a.ldx = s.ldx;

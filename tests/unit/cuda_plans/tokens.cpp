@@ -21,7 +21,8 @@ void check_tokens(const Launch& l, const Sizes& s) {
   // What it takes at all.
   REQUIRE(device_now().capability >= 90, "before sm_90");
   REQUIRE(s.K % 32 == 0 && s.parts == 1, s.K, s.parts);
-  REQUIRE(s.M <= tokens && tokens <= (s.M > 8 ? 16 : 8), s.M, tokens);
+  REQUIRE(s.M <= 16 && tokens == (inside || s.M <= 8 ? 8 : 16), s.M, tokens);
+  const int ctas = (s.M + tokens - 1) / tokens;  // along M
   REQUIRE(row == (s.num_blocks == 1), "scales", s.num_blocks);
   REQUIRE(row || s.scale_bytes == 2, s.scale_bytes);
   REQUIRE(reinterpret_cast<const char*>(a.weight) == s.weight, "weight");
@@ -34,13 +35,13 @@ void check_tokens(const Launch& l, const Sizes& s) {
 
   // The grid.
   REQUIRE(int(l.block.x) == kTokenWarps * 32, l.block.x);
-  REQUIRE(l.block.y == 1 && l.block.z == 1 && l.grid.z == 1, l.grid.z);
+  REQUIRE(l.block.y == 1 && l.block.z == 1 && int(l.grid.z) == ctas, l.grid.z);
   REQUIRE(int(l.grid.x) == a.split && int(l.cluster) == a.split, a.split);
   REQUIRE(a.split == 1 << a.split_log2 && a.split <= (inside ? 2 : 8), a.split);
   // CTAs without rows only make up for multiprocessors.
   const int pads = int(l.grid.y) - a.groups;
-  REQUIRE(pads == 0 || (a.split > 1 &&
-                        int(l.grid.y * l.grid.x) <= device_now().processors),
+  REQUIRE(pads == 0 || (a.split > 1 && int(l.grid.y * l.grid.x) * ctas <=
+                                           device_now().processors),
           pads);
   const int parts = 1 << a.parts_log2, step = kTokenWarps >> a.parts_log2;
   REQUIRE(parts >= 4 && parts * step == kTokenWarps, parts, step);
@@ -66,7 +67,7 @@ void check_tokens(const Launch& l, const Sizes& s) {
   REQUIRE(held <= 2 && k_most == held, k_most, held);
   REQUIRE(row || held * tokens <= 16, held, tokens);
   const int slots = kTokenWarps >> a.tokens_log2;
-  REQUIRE(slots >= 1 && s.M <= 1 << a.tokens_log2, slots);
+  REQUIRE(slots >= 1 && std::min(s.M, tokens) <= 1 << a.tokens_log2, slots);
   REQUIRE(!inside || cta_most <= 4 * slots * rounds, cta_most, rounds);
   // A lane reads one largest value.
   REQUIRE(!inside || slots * a.split <= 32, slots);
