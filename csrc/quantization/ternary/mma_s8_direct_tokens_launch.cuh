@@ -46,7 +46,8 @@ inline int cut_tokens(TokenArgs& a, const MmaConfig& c,
   // A multiple of 128 and 16: neighbouring columns lie in different banks.
   a.pitch = cta_k_tiles * 128 + 16;
   const int row_tiles = a.N_pad / 16;
-  groups = std::clamp(c.groups, 1, std::min(row_tiles, 65535));
+  const int along_m = (a.M + tokens - 1) / tokens;
+  groups = std::clamp(c.groups / along_m, 1, std::min(row_tiles, 65535));
   while (true) {
     a.groups = groups;
     a.tiles = row_tiles / groups;
@@ -71,8 +72,7 @@ inline int cut_tokens(TokenArgs& a, const MmaConfig& c,
       if (bytes <= budget) {
         // A cluster that finds a multiprocessor empty puts two CTAs there.
         if (a.split > 1) {
-          const int ctas = a.split * ((a.M + tokens - 1) / tokens);
-          groups = std::max(groups, device.processors / ctas);
+          groups = std::max(groups, device.processors / (a.split * along_m));
         }
         return std::max(bytes, least);
       }
