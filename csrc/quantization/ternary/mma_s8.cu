@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+#include "mma_s8_direct_operands.cuh"
 #include "mma_s8_direct_tokens.cuh"
 
 namespace vllm::ternary {
@@ -8,12 +9,8 @@ void mma_s8_digits_half(const S8Args&, const MmaConfig&);
 void mma_s8_digits_bfloat16(const S8Args&, const MmaConfig&);
 void mma_s8_int8_half(const S8Args&, const MmaConfig&, S8Scale);
 void mma_s8_int8_bfloat16(const S8Args&, const MmaConfig&, S8Scale);
-bool mma_s8_direct_digits_half(const GemmArgs&, const MmaConfig&);
-bool mma_s8_direct_digits_bfloat16(const GemmArgs&, const MmaConfig&);
-bool mma_s8_direct_one_half(const W2A8Args&, const QuantArgs&,
-                            const MmaConfig&);
-bool mma_s8_direct_one_bfloat16(const W2A8Args&, const QuantArgs&,
-                                const MmaConfig&);
+bool mma_s8_direct_digits_half(const DigitsArgs&, const MmaConfig&, bool);
+bool mma_s8_direct_digits_bfloat16(const DigitsArgs&, const MmaConfig&, bool);
 bool mma_s8_tokens_half(const TokenArgs&, const MmaConfig&, bool);
 bool mma_s8_tokens_bfloat16(const TokenArgs&, const MmaConfig&, bool);
 
@@ -66,6 +63,13 @@ MmaConfig without_direct(MmaConfig config) {
   return config;
 }
 
+bool direct_digits(const DigitsArgs& a, const MmaConfig& config, DType dtype,
+                   bool bytes) {
+  return dtype == DType::kHalf
+             ? mma_s8_direct_digits_half(a, config, bytes)
+             : mma_s8_direct_digits_bfloat16(a, config, bytes);
+}
+
 // Tokens as they are, to be quantized, or as bytes.
 template <typename Args>
 void set_tokens(Args& a, const W2A8Args& g, const QuantArgs* quant) {
@@ -98,11 +102,15 @@ bool mma_s8_direct(const W2A8Args& g, const MmaConfig& config,
     return false;
   }
   if (config.variant >= kDirectOne) {
-    if (!quant || g.M > 1 || scale != S8Scale::kRow) return false;
+    if (!quant || scale != S8Scale::kRow) return false;
+    DigitsArgs a = common<DigitsArgs>(g);
+    set_weight(a, g);
+    a.x = quant->x;
+    a.ldx = quant->ldx;
+    a.ldy = g.N;
     MmaConfig c = config;
     c.variant += kDirect - kDirectOne;
-    return g.dtype == DType::kHalf ? mma_s8_direct_one_half(g, *quant, c)
-                                   : mma_s8_direct_one_bfloat16(g, *quant, c);
+    return direct_digits(a, c, g.dtype, true);
   }
   TokenArgs a = common<TokenArgs>(g);
   set_weight(a, g);
@@ -140,8 +148,12 @@ bool mma_s8_supported(const GemmArgs& g) {
 
 bool mma_s8_direct(const GemmArgs& g, const MmaConfig& config) {
   if (!direct_takes(g, config) || !mma_s8_supported(g)) return false;
-  return g.dtype == DType::kHalf ? mma_s8_direct_digits_half(g, config)
-                                 : mma_s8_direct_digits_bfloat16(g, config);
+  DigitsArgs a = common<DigitsArgs>(g);
+  set_weight(a, g);
+  a.x = g.x;
+  a.ldx = g.ldx;
+  a.ldy = g.ldy;
+  return direct_digits(a, config, g.dtype, false);
 }
 
 void mma_s8_gemm(const GemmArgs& g, const MmaConfig& config) {

@@ -100,7 +100,8 @@ __global__ void __launch_bounds__(kDigitsWarps * 32, 2)
     for (int d = warp - 1; d < cta_n; d += kScaleWarps) {
       const int block = min((cta_kt0 + d) >> a.block_shift, a.last_block);
       bulk_copy(shared + a.scale_at + d * a.scale_bytes,
-                a.scale + uint32_t(block) * uint32_t(a.N_pad) + tile0 * 16,
+                static_cast<const half*>(a.scale) +
+                    uint32_t(block) * uint32_t(a.N_pad) + tile0 * 16,
                 tiles * 32, scales_full);
     }
   }
@@ -109,8 +110,7 @@ __global__ void __launch_bounds__(kDigitsWarps * 32, 2)
     // By the last warps: the first one has something else to do.
   #pragma unroll 1
     for (int i = kThreads - 1 - threadIdx.x; i < tiles * 16; i += kThreads) {
-      row_scales[i] =
-          load_as_float(a.row_scale, a.row_scale_dtype, tile0 * 16 + i);
+      row_scales[i] = load_as_float(a.scale, a.scale_dtype, tile0 * 16 + i);
     }
   }
   float* const biases = reinterpret_cast<float*>(smem + a.bias_at);

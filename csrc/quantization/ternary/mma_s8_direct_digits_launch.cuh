@@ -104,43 +104,12 @@ bool launch_direct_digits(DigitsArgs a, const MmaConfig& c) {
   return false;
 }
 
-// The weight and what is around it, of either kind of product.
-template <typename Product>
-DigitsArgs digits_args(const Product& g) {
-  DigitsArgs a{};
-  set_weight(a, g);
-  a.bias = g.bias;
-  a.y = g.y;
-  a.N = g.N;
-  a.K = g.K;
-  a.N_pad = g.N_pad;
-  a.device = g.device;
-  a.stream = g.stream;
-  return a;
-}
-
+// One or two tokens of 16 bits; or `bytes`, one of 8 with a scale per row.
 template <typename T>
-bool launch_direct_digits(const GemmArgs& g, const MmaConfig& c) {
-  DigitsArgs a = digits_args(g);
-  a.scale = static_cast<const half*>(g.scale);
-  a.x = g.x;
-  a.ldx = g.ldx;
-  a.ldy = g.ldy;
-  return g.M == 1 ? launch_direct_digits<T, 1, false>(a, c)
-                  : g.M == 2 && launch_direct_digits<T, 2, false>(a, c);
-}
-
-// One token of 8 bits, with a scale per row.
-template <typename T>
-bool launch_direct_digits(const W2A8Args& g, const QuantArgs& quant,
-                          const MmaConfig& c) {
-  DigitsArgs a = digits_args(g);
-  a.row_scale = g.scale;
-  a.row_scale_dtype = g.scale_dtype;
-  a.x = quant.x;
-  a.ldx = quant.ldx;
-  a.ldy = g.N;
-  return g.M == 1 && launch_direct_digits<T, 1, true>(a, c);
+bool launch_direct_digits(const DigitsArgs& a, const MmaConfig& c, bool bytes) {
+  if (bytes) return a.M == 1 && launch_direct_digits<T, 1, true>(a, c);
+  return a.M == 1 ? launch_direct_digits<T, 1, false>(a, c)
+                  : a.M == 2 && launch_direct_digits<T, 2, false>(a, c);
 }
 
 }  // namespace vllm::ternary

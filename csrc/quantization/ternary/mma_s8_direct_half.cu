@@ -4,13 +4,9 @@
 
 namespace vllm::ternary {
 
-bool mma_s8_direct_digits_half(const GemmArgs& args, const MmaConfig& config) {
-  return launch_direct_digits<half>(args, config);
-}
-
-bool mma_s8_direct_one_half(const W2A8Args& args, const QuantArgs& quant,
-                            const MmaConfig& config) {
-  return launch_direct_digits<half>(args, quant, config);
+bool mma_s8_direct_digits_half(const DigitsArgs& args, const MmaConfig& config,
+                               bool bytes) {
+  return launch_direct_digits<half>(args, config, bytes);
 }
 
 }  // namespace vllm::ternary

@@ -15,9 +15,8 @@ constexpr int kScaleWarps = 4;  // that fetch scales
 
 struct DigitsArgs {
   const int32_t* weight;
-  const half* scale;
-  const void* row_scale;  // W2A8: one per row instead
-  DType row_scale_dtype;
+  const void* scale;  // float16 of whole k tiles; W2A8: one per row
+  DType scale_dtype;
   const void* x;
   int64_t ldx;
   const void* bias;
@@ -36,6 +35,7 @@ struct DigitsArgs {
   int scale_at, columns_at, sums_at, bias_at, received_at, most_at, barriers_at;
   int warp_bytes, pitch;  // columns of a warp [column][pitch]
   int rank_sums;          // from one CTA of the cluster
+  int M;                  // of the launch
   int device;
   cudaStream_t stream;
 };

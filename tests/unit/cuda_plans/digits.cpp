@@ -25,7 +25,7 @@ void check_digits(const Launch& l, const Sizes& s) {
   REQUIRE(bytes ? s.num_blocks == 1 && tokens == 1 : s.scale_bytes == 2,
           s.scale_bytes);
   REQUIRE(reinterpret_cast<const char*>(a.weight) == s.weight, "weight");
-  REQUIRE((bytes ? a.row_scale : a.scale) == s.scale, "scale");
+  REQUIRE(a.scale == s.scale, "scale");
   REQUIRE((bytes || a.x == s.x) && a.y == s.y, "x or y");
   REQUIRE(a.ldx == s.ldx && a.ldy == s.N, a.ldx, a.ldy);
   REQUIRE(a.N == s.N && a.K == s.K && a.N_pad == s.N_pad, a.N, a.K, a.N_pad);
