@@ -112,6 +112,11 @@ void deactivate(Warp& w) {
   w.active_at = -1;
 }
 
+// One block of a cluster may be late: its warps go on when no other can.
+uint32_t draw_priority(int rank) {
+  return rng() >> 1 | (rank == mood.late ? 0 : 1u << 31);
+}
+
 Warp& pick() {
   if (mood.order == Mood::kInTurn) return *active[turn++ % active.size()];
   if (mood.order == Mood::kRandom) return *active[rng() % active.size()];
@@ -119,7 +124,9 @@ Warp& pick() {
   for (Warp* w : active) {
     if (w->priority > best->priority) best = w;
   }
-  if (one_in(mood.change_one_in)) best->priority = rng();
+  if (one_in(mood.change_one_in)) {
+    best->priority = draw_priority(best->lanes[0]->block->rank);
+  }
   return *best;
 }
 
@@ -166,7 +173,8 @@ void run_cluster() {
     run_warp(pick());
     ++now;
     while (!events.empty() && events.top().due <= now) run_event();
-    if (!dependents.empty() && mood.delay == Mood::kSoon && one_in(20)) {
+    const bool early = mood.delay == Mood::kSoon || mood.late >= 0;
+    if (!dependents.empty() && early && one_in(20)) {
       end_dependency();
     }
   }
@@ -202,7 +210,7 @@ void set_up(Block& b, const cudaLaunchConfig_t& c) {
   for (int t = 0; t < threads; ++t) {
     if (t % 32 == 0) {
       b.warps.push_back(std::make_unique<Warp>());
-      b.warps.back()->priority = rng();
+      b.warps.back()->priority = draw_priority(b.rank);
     }
     auto f = std::make_unique<Fiber>();
     f->block = &b;
@@ -231,6 +239,7 @@ void draw_mood(unsigned seed) {
   mood.lane_step = rng() % 2 ? 1 : 31;
   mood.yield_one_in = rng() % 2 ? 16 : 1 << 30;
   mood.change_one_in = rng() % 2 ? 50 : 2000;
+  mood.late = int(rng() % 4) - 1;
 }
 
 void run_grid(const cudaLaunchConfig_t& c, unsigned size) {

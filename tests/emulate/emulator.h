@@ -135,6 +135,7 @@ struct Mood {
   bool wgmma_at_commit;
   int lane_step;                    // 31: backwards
   int yield_one_in, change_one_in;  // of a priority
+  int late;                         // block of a cluster, or -1
 };
 
 extern Fiber* current;

@@ -2,6 +2,8 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The kernels with short chains of latencies (mma_s8_direct*.cuh), emulated for 9.0."""
 
+import dataclasses
+
 import harness
 import numpy as np
 import pytest
@@ -130,6 +132,44 @@ def test_8_bits_of_one_token(emulators, i, dtype):
         expected = harness.expected_int8(x, w.dense(), bias)
         assert harness.error(y, expected) < TOLERANCE[dtype]
         assert torch.equal(y, int8(emulators, [0, 2, 1], x, w, bias, seed))
+
+
+@pytest.mark.parametrize(
+    "n, k", [(16, 32), (90, 160), (70, 832), (64, 1024), (64, 1920)]
+)
+def test_8_bits_of_one_token_and_few_rows(emulators, n, k):
+    """Fewer row tiles than warps share a part of K: some warps have none."""
+    for i, dtype in enumerate(DTYPES):
+        x, w, bias = case(i, 1, n, k, ROW, dtype, FLOAT)
+        cut = [VARIANTS[i] + BYTES, 132, 1 + i]
+        y = int8(emulators, cut, x, w, bias, i)
+        assert torch.equal(y, int8(emulators, [0, 2, 1], x, w, bias, i))
+
+
+def test_8_bits_of_one_token_scale_the_sum_by_the_row_first(emulators):
+    """A sum of zero stays zero where both scales together are infinite."""
+    x, w, _ = case(2, 1, 90, 1024, ROW, BFLOAT16, FLOAT)
+    w.t[3] = 0
+    scale = w.scale * 1e5
+    packed = harness.pack(w.t, w.n_pad, w.k_pad)
+    w = dataclasses.replace(w, packed=packed, scale=scale)
+    for split in (1, 2):
+        y = int8(emulators, [TWO + BYTES, 3, split], x * 1e36, w)
+        assert y[0, 3] == 0
+        assert torch.equal(y, int8(emulators, [0, 2, 1], x * 1e36, w))
+
+
+@pytest.mark.parametrize("block", [128, 512])
+def test_8_bits_of_one_token_and_scales_of_blocks(emulators, block):
+    """By the kernel for up to eight tokens, of half as many warps along K."""
+    for i, dtype in enumerate(DTYPES):
+        x, w, bias = case(i, 1, 90, 2048, block, dtype)
+        y = int8(emulators, [VARIANTS[i] + BYTES, 3, 1 + i], x, w, bias, i)
+        assert (
+            harness.error(y, harness.expected_int8(x, w.dense(), bias))
+            < TOLERANCE[dtype]
+        )
+        assert torch.equal(y, int8(emulators, [11 + i, 3, 1 + i], x, w, bias, i))
 
 
 @pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])

@@ -290,8 +290,9 @@ def test_direct_kernels(plans: Plans, d: Device) -> None:
         config = (r.choice(ONE), *config[1:])
         names = plans.w2a8(d, W_INSIDE, (1, n, k), block, types, config=config)
         assert len(names) == 1
-        if k > block or k % 32:
-            assert "::mma_s8_kernel<" in names[0]
+        # With scales of blocks by the tokens' kernel.
+        assert k % 32 == 0 or "::mma_s8_kernel<" in names[0]
+        assert k <= block or "::direct_digits" not in names[0]
         found.update(names)
     # Digits, with all warps along K or not; an odd k tile is loaded on its own.
     ends = {(1, 0, "true"), (1, 0, "false"), (2, 1, "true"), (2, 1, "false")}
@@ -447,6 +448,10 @@ def test_what_the_direct_kernels_do_not_take(plans: Plans) -> None:
     config = (variant, H200.processors * sixths // 6 // split, split)
     (wanted,) = plans.w2a8(H200, W_MMA, (1, 4096, 4096), config=config)
     assert name == wanted
+    # Scales of blocks: not to the 16-bit kernel, but to that for up to eight tokens.
+    for k in (1024, 4096):
+        (name,) = plans.w2a8(H200, W_TABLE, (1, 4096, k), 128)
+        assert "::direct_tokens_kernel<" in name and "true, false, 8" in name
     for m in (1, 2):
         (name,) = plans.gemm(H200, TABLE, (m, 4096, 4096), 64)
         assert "::mma_gemm_kernel<" in name

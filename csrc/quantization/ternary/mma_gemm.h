@@ -12,7 +12,7 @@ namespace vllm::ternary {
 // the business of dispatch_table.h.
 struct MmaConfig {
   int variant;      // shape of a CTA, where a kernel has several
-  int groups;       // CTAs along N
+  int groups;       // CTAs along N (and M, where tokens have their own)
   int split;        // CTAs along K, one cluster: 1, 2, 4 or 8 (1 before sm_90)
   bool pdl = true;  // start before the kernel ahead has ended (sm_90 and later)
 };

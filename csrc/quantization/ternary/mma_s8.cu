@@ -101,24 +101,24 @@ bool mma_s8_direct(const W2A8Args& g, const MmaConfig& config,
       g.M > 16 || scale == S8Scale::kGeneral || (quant && quant->norm_weight)) {
     return false;
   }
-  if (config.variant >= kDirectOne) {
-    if (!quant || scale != S8Scale::kRow) return false;
+  const bool row = scale == S8Scale::kRow;
+  MmaConfig c = config;
+  if (c.variant >= kDirectOne && quant && g.M == 1 && row) {
     DigitsArgs a = common<DigitsArgs>(g);
     set_weight(a, g);
     a.x = quant->x;
     a.ldx = quant->ldx;
     a.ldy = g.N;
-    MmaConfig c = config;
     c.variant += kDirect - kDirectOne;
     return direct_digits(a, c, g.dtype, true);
   }
+  if (c.variant >= kDirectOne) c.variant += kDirect + 3 - kDirectOne;
   TokenArgs a = common<TokenArgs>(g);
   set_weight(a, g);
   a.ldy = g.N;
   set_tokens(a, g, quant);
-  const bool row = scale == S8Scale::kRow;
-  return g.dtype == DType::kHalf ? mma_s8_tokens_half(a, config, row)
-                                 : mma_s8_tokens_bfloat16(a, config, row);
+  return g.dtype == DType::kHalf ? mma_s8_tokens_half(a, c, row)
+                                 : mma_s8_tokens_bfloat16(a, c, row);
 }
 
 void mma_s8_gemm(const W2A8Args& g, const MmaConfig& config,

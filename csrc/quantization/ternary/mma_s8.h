@@ -13,7 +13,8 @@ namespace vllm::ternary {
 // where they take the product (mma_s8_direct_*_launch.cuh), else as variant 0.
 constexpr int kDirect = 8;
 // The same three variants for one token of 8 bits with a scale per row,
-// quantized by the kernel for one token of 16 bits.
+// quantized by the kernel for one token of 16 bits; for others as kDirect + 3
+// on.
 constexpr int kDirectOne = 14;
 
 // W2A8: any block that is a multiple of 32 (or one per row), any scale type.

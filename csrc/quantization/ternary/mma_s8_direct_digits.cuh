@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kDigitsWarps * 32, 2)
   // Barriers: of the slots as first filled, of the scales, of what the cluster
   // sends, and of each warp's part of the slots from then on.
   const uint32_t full = shared + a.barriers_at;
-  // With kBytes, largest values are what `scales_full` counts.
+  // With kBytes `scales_full` counts the largest values of a cluster.
   const uint32_t scales_full = full + a.slots * 8, counter = scales_full + 8;
   const uint32_t again = counter + 8 + warp * a.slots * 8;
   const bool refills = tiles > a.slots;
@@ -292,7 +292,7 @@ __global__ void __launch_bounds__(kDigitsWarps * 32, 2)
   for (int h = 0; h < kHeld; ++h) load_columns(column, h, held[h]);
   #pragma unroll
   for (int h = 0; h < (kBytes ? 0 : kHeld); ++h) excess[h] = excess_of(held[h]);
-  // Of all k tiles, once a row tile.
+  // Of all k tiles of the warp; comes off once a row tile.
   const int byte_excess = kBytes ? __reduce_add_sync(~0u, byte_sum) * 16 : 0;
   // Else in shared memory, [k tile][lane % 4], behind the columns.
   const uint32_t excesses = column +

@@ -61,7 +61,9 @@ inline int cut_digits(DigitsArgs& a, const MmaConfig& c,
       a.barriers_at = (a.barriers_at + 7) / 8 * 8;
       const int per_warp = a.slots < all ? kDigitsWarps * a.slots : 0;
       const int all_bytes = a.barriers_at + (a.slots + 2 + per_warp) * 8;
-      if (all_bytes <= budget) return all_bytes;
+      // A warp without a row tile looks where its first would be.
+      const int seen = a.slots < all ? 0 : step * a.slot_bytes;
+      if (all_bytes <= budget) return std::max(all_bytes, seen);
     }
     if (groups >= std::min(row_tiles, 65535)) return 0;
     groups = std::min({groups * 2, row_tiles, 65535});

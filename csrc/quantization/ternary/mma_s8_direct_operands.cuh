@@ -30,7 +30,7 @@ struct DigitsArgs {
   int k_tiles, k_rest;        // k tiles per warp, likewise
   int slots, slot_bytes;      // row tiles in the ring
   // Bytes: the scales of a k tile; where scales, columns, sums, the bias, what
-  // the cluster sends and barriers begin.
+  // the cluster sends, largest values and barriers begin.
   int scale_bytes;
   int scale_at, columns_at, sums_at, bias_at, received_at, most_at, barriers_at;
   int warp_bytes, pitch;  // columns of a warp [column][pitch]

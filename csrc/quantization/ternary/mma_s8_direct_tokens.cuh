@@ -257,10 +257,8 @@ __global__ void __launch_bounds__(kTokenWarps * 32, kInside ? 2 : 1)
       for (int h = 0; h < 2; ++h) top = raise_largest(top, x[j][h]);
     }
     largest = __reduce_max_sync(~0u, larger_half(top));
-    if (entries > 1) {
-      largest = share_largest(largest, most, slot, slots, rank, a.split,
-                              arrived, token < count);
-    }
+    largest = share_largest(largest, most, slot, slots, rank, a.split, arrived,
+                            token < count);
     const float factor =
         token_factor(to_float(reinterpret_cast<const T&>(largest)));
   #pragma unroll

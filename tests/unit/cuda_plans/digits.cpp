@@ -26,7 +26,9 @@ void check_digits(const Launch& l, const Sizes& s) {
           s.scale_bytes);
   REQUIRE(reinterpret_cast<const char*>(a.weight) == s.weight, "weight");
   REQUIRE(a.scale == s.scale, "scale");
-  REQUIRE((bytes || a.x == s.x) && a.y == s.y, "x or y");
+  // To be quantized: not the bytes.
+  REQUIRE(bytes ? a.x && a.x != s.x : a.x == s.x, "x");
+  REQUIRE(a.y == s.y, "y");
   REQUIRE(a.ldx == s.ldx && a.ldy == s.N, a.ldx, a.ldy);
   REQUIRE(a.N == s.N && a.K == s.K && a.N_pad == s.N_pad, a.N, a.K, a.N_pad);
   REQUIRE(a.all_k_tiles == s.K_pad / 128, a.all_k_tiles);
@@ -96,7 +98,14 @@ void check_digits(const Launch& l, const Sizes& s) {
     REQUIRE(a.rank_sums * a.split >= outputs, a.rank_sums, outputs);
     all.add("received", a.received_at, int64_t(a.split) * a.rank_sums * 4, 4);
   }
-  if (bytes) all.add("largest", a.most_at, kDigitsWarps * a.split * 4, 4);
+  if (bytes) {
+    REQUIRE(kDigitsWarps * a.split <= 32, a.split);  // share_largest()
+    all.add("largest", a.most_at, kDigitsWarps * a.split * 4, 4);
+  }
+  // Warps without a row tile read where theirs would be.
+  REQUIRE(held < 1 || held > 2 || a.slots < most ||
+              step * a.slot_bytes <= int(l.shared),
+          l.shared);
   const int again = a.slots < most ? kDigitsWarps * a.slots : 0;
   all.add("barriers", a.barriers_at, (a.slots + 2 + again) * 8, 8);
   all.finish(int64_t(l.shared));
