@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lib.arguments import positive_float, positive_int, some_of
 from lib.errors import VLLM_PYTHON, BuildError, missing_module
 
 try:
@@ -30,6 +31,7 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(missing_module(error, VLLM_PYTHON))
 
+PEERS = ("cublas", "dequantize+cublas", "humming")
 LABELS = {
     "ternary": "ternary (ours)",
     "cublas": "cuBLAS",
@@ -62,7 +64,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--threads",
-        type=int,
+        type=positive_int,
         help="with --device cpu: threads (default: torch's; 1 measures CPU time)",
     )
     parser.add_argument(
@@ -88,12 +90,13 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--peers",
-        default="cublas,dequantize+cublas,humming",
+        type=some_of(PEERS),
+        default=",".join(PEERS),
         help="which peers, separated by commas (default: %(default)s)",
     )
     parser.add_argument(
         "--seconds",
-        type=float,
+        type=positive_float,
         default=3600,
         help="start no further measurement after this many seconds",
     )
@@ -142,7 +145,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     problems: list[str] = []
     with progress(total=len(layers) * len(tokens), unit=" sizes") as bar:
         for layer in layers:
-            made = make_peers(layer, dtype, arguments.peers.split(","), problems)
+            made = make_peers(layer, dtype, arguments.peers, problems)
             for size_m in tokens:
                 if time.monotonic() - start > arguments.seconds:
                     problems.append(f"{layer.name}, M = {size_m}: out of time")

@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lib.arguments import positive_int
+
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6B": dict(
         hidden_size=1024,
@@ -80,14 +82,24 @@ def parse_arguments() -> argparse.Namespace:
         help='weights under one scale along K, or "row" (default: %(default)s)',
     )
     parser.add_argument("--task", choices=["generate", "embed"], default="generate")
-    parser.add_argument("--dtype", default="bfloat16", help="of activations")
-    parser.add_argument("--vocab-size", type=int, default=151936)
-    parser.add_argument("--eager", action="store_true", help="no torch.compile")
-    parser.add_argument("--repeat", type=int, default=5, help="timings per row")
     parser.add_argument(
-        "--requests", type=int, default=256, help="leave out rows with more at once"
+        "--dtype",
+        choices=["bfloat16", "float16", "float32"],
+        default="bfloat16",
+        help="of activations",
     )
-    parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--vocab-size", type=positive_int, default=151936)
+    parser.add_argument("--eager", action="store_true", help="no torch.compile")
+    parser.add_argument(
+        "--repeat", type=positive_int, default=5, help="timings per row"
+    )
+    parser.add_argument(
+        "--requests",
+        type=positive_int,
+        default=256,
+        help="leave out rows with more at once",
+    )
+    parser.add_argument("--max-model-len", type=positive_int, default=4096)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.6)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser.parse_args()

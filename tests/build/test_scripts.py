@@ -42,6 +42,23 @@ def test_help(script: str):
 
 
 @pytest.mark.parametrize(
+    ("script", "option", "value", "message"),
+    [
+        ("bench_serving.py", "--repeat", "0", "'0' is not a positive whole number"),
+        ("bench_serving.py", "--requests", "1.5", "'1.5' is not a positive whole"),
+        ("bench_serving.py", "--dtype", "int7", "invalid choice: 'int7'"),
+        ("bench_kernels.py", "--threads", "-1", "'-1' is not a positive whole number"),
+        ("bench_kernels.py", "--seconds", "inf", "'inf' is not a positive number"),
+        ("bench_kernels.py", "--peers", "cublas,foo", "'foo' is none of cublas, deq"),
+    ],
+)
+def test_a_wrong_argument(script: str, option: str, value: str, message: str):
+    done = run(script, f"{option}={value}")
+    assert done.returncode == 2 and message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
     ("script", "status"),
     [
         ("apply_patches.py", 1),
