@@ -7,10 +7,11 @@
 
 namespace vllm::ternary {
 
-// The fastest way measured for a product of up to M tokens (more than the
-// entry before has), with `split`, CTAs for each six multiprocessors and the
-// shape `variant` of a CTA. Behind one of a kernel with short chains (from 8
-// on): the fastest of the others, for products that it does not take.
+// The fastest way measured, or a simpler one within 1% of it, for a product
+// of up to M tokens (more than the entry before has), with `split`, CTAs for
+// each six multiprocessors and the shape `variant` of a CTA. Behind one of a
+// kernel with short chains (from 8 on): the fastest of the others, for
+// products that it does not take.
 struct DispatchEntry {
   int M, N, K;
   unsigned char kernel, split, sixths, variant;

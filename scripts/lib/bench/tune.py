@@ -10,8 +10,8 @@ Measures every cut of the tensor core kernels, and the Hopper kernels for many t
 where they take the size, on the GPU of this machine, for a grid of layer sizes and
 numbers of tokens: W2A16 with a float16 scale per 128 weights, W2A8 with a scale per row
 and with its quantization. All measurements go to dispatch_table.json beside the header;
-the header holds the fastest of each. At run time a product uses the entry of its class
-of M whose N and K are nearest.
+the header holds the fastest of each, or a simpler one within 1% of it. At run time a
+product uses the entry of its class of M whose N and K are nearest.
 """
 
 import argparse
@@ -208,10 +208,11 @@ def header(data: dict[str, Any]) -> str:
         "",
         "namespace vllm::ternary {",
         "",
-        "// The fastest way measured for a product of up to M tokens (more than the",
-        "// entry before has), with `split`, CTAs for each six multiprocessors and the",
-        "// shape `variant` of a CTA. Behind one of a kernel with short chains (from 8",
-        "// on): the fastest of the others, for products that it does not take.",
+        "// The fastest way measured, or a simpler one within 1% of it, for a product",
+        "// of up to M tokens (more than the entry before has), with `split`, CTAs for",
+        "// each six multiprocessors and the shape `variant` of a CTA. Behind one of a",
+        "// kernel with short chains (from 8 on): the fastest of the others, for",
+        "// products that it does not take.",
         "struct DispatchEntry {",
         "  int M, N, K;",
         "  unsigned char kernel, split, sixths, variant;",
