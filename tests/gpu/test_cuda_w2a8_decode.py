@@ -288,10 +288,5 @@ def test_one_token_by_the_16_bit_kernel(variant, split, dtype):
         x = torch.randn(1, size_k, device="cuda", generator=gen).to(dtype)
         bias = torch.randn(size_n, device="cuda", generator=gen).to(dtype)
         for groups in (3, 66, 132):
-            args = (x, w.weight, w.scale, bias, None, None, 1e-6)
-            sizes = (size_n, size_k, w.block_size)
-            y, naive = (
-                torch.ops._C.ternary_gemm_w2a8_tuned(*args, *sizes, kernel, groups, s)
-                for kernel, s in ((INSIDE + 4 + 16 * variant, split), (NAIVE, 1))
-            )
-            assert torch.equal(y, naive), (size_k, groups)
+            y = product(x, w, INSIDE + 4 + 16 * variant, groups, split, bias=bias)
+            assert torch.equal(y, product(x, w, NAIVE, bias=bias)), (size_k, groups)
